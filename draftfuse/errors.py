@@ -1,0 +1,91 @@
+"""Every error of draftfuse: one class each, one template, and the user's own line where the fault is theirs.
+
+The template is: what is wrong, what came, what was expected, what to do. Internal invariants are ``assert``.
+"""
+
+from __future__ import annotations
+
+import linecache
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A place in a user's code: ``file:line: text``."""
+
+    file: str
+    line: int
+    text: str = ""
+
+    @classmethod
+    def of(cls, file: str, line: int) -> SourceLine:
+        """Read the source text of ``file:line`` through :mod:`linecache` (empty where the file cannot be read)."""
+        return cls(file, line, linecache.getline(file, line).strip())
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}" if self.text else f"{self.file}:{self.line}"
+
+
+class DraftfuseError(Exception):
+    """Base of all errors that draftfuse raises on purpose."""
+
+    def __init__(self, what: str, came: object, expected: object, todo: str, source: SourceLine | None = None) -> None:
+        self.what, self.came, self.expected, self.todo, self.source = what, came, expected, todo, source
+        at = f"\n  {source}" if source is not None else ""
+        super().__init__(f"{what}: got {came}, expected {expected}. {todo}{at}")
+
+
+class InvalidSpeculatorError(DraftfuseError):
+    """The speculator lacks an attribute or method, or one has a wrong type, dtype or shape."""
+
+
+class InvalidOptionError(DraftfuseError):
+    """An argument of :func:`draftfuse.compile` (or of a method of its result) has no meaning."""
+
+
+class InvalidBatchError(DraftfuseError):
+    """A batch does not fit the speculator that it is given to."""
+
+
+class UntraceableLoopError(DraftfuseError):
+    """A statement of the draft loop cannot become part of a graph."""
+
+
+class UnsafeLoopError(DraftfuseError):
+    """The traced loop does something that a captured graph would freeze or lose."""
+
+
+class UnstableMetadataError(DraftfuseError):
+    """A metadata builder returns another type or other fields from one draft step to the next."""
+
+
+class NotFusableError(DraftfuseError):
+    """``mode="fused"`` was asked for, and a part of the loop can only run split."""
+
+
+class EmissionError(DraftfuseError):
+    """Generated code would clone a persistent buffer, write it late or read a stale version of it."""
+
+
+class StaleAddressError(DraftfuseError):
+    """A tensor that a captured graph holds has moved since capture."""
+
+
+class ClosedError(DraftfuseError):
+    """The compiled loop was closed, or a sticky CUDA error made it unusable."""
+
+
+class CaptureError(DraftfuseError):
+    """A CUDA graph could not be captured; nothing half built is kept."""
+
+
+class ConcurrentUseError(DraftfuseError):
+    """Two threads called the same compiled loop at once."""
+
+
+class MissingExtraError(DraftfuseError):
+    """An optional dependency is missing; the message names the extra that brings it."""
+
+
+class OpArgumentError(DraftfuseError):
+    """An operator of draftfuse was called with a tensor of a wrong dtype or shape."""
