@@ -3,3 +3,36 @@
 from __future__ import annotations
 
 __version__ = "0.1.0"
+
+from draftfuse import errors, ops
+from draftfuse.compiler import compile
+from draftfuse.errors import DraftfuseError
+from draftfuse.fused import FusedDraft
+from draftfuse.lowering.effects import register_effects
+from draftfuse.lowering.hook import post_grad_pass
+from draftfuse.speculator import (
+    AttentionGroup,
+    CommonMetadata,
+    DraftBatch,
+    DraftInputs,
+    Guard,
+    MetadataBuilder,
+    Speculator,
+)
+
+__all__ = [
+    "AttentionGroup",
+    "CommonMetadata",
+    "DraftBatch",
+    "DraftInputs",
+    "DraftfuseError",
+    "FusedDraft",
+    "Guard",
+    "MetadataBuilder",
+    "Speculator",
+    "compile",
+    "errors",
+    "ops",
+    "post_grad_pass",
+    "register_effects",
+]

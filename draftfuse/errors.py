@@ -50,6 +50,8 @@ class InvalidBatchError(DraftfuseError):
 class UntraceableLoopError(DraftfuseError):
     """A statement of the draft loop cannot become part of a graph."""
 
+    in_builder: bool = False  # the statement is inside a metadata builder, so the loop can still run split
+
 
 class UnsafeLoopError(DraftfuseError):
     """The traced loop does something that a captured graph would freeze or lose."""

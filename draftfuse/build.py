@@ -1,0 +1,87 @@
+"""One build: trace the loop, run the passes, emit code."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from draftfuse import loop, passes
+from draftfuse.errors import UnsafeLoopError
+from draftfuse.lowering.effects import hidden_reads
+from draftfuse.lowering.emit import Emission, emit
+from draftfuse.lowering.generated import register_refresh
+from draftfuse.passes import ir
+from draftfuse.report import BuildReport
+from draftfuse.trace import Trace, trace
+
+
+@dataclass
+class Settings:
+    """What a build depends on beside the speculator."""
+
+    compiler: str = "inductor"
+    disable: Collection[str] = ()
+    dump: str | Path | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    progress: Callable[[str], None] = lambda text: None
+
+
+def build_decode(spec: Any, k: int, num_reqs: int, symbolic: bool, settings: Settings) -> tuple[Emission, BuildReport]:
+    """Build draft steps 1..k-1 for ``num_reqs`` rows, or for any number of rows with ``num_reqs`` as the hint."""
+    start = time.perf_counter()
+    name = "num_reqs" if symbolic else None
+    traced = trace(loop.decode_loop, (spec, num_reqs, k, loop.graph_tap), name)
+    return finish(traced, k, None if symbolic else num_reqs, time.perf_counter() - start, settings)
+
+
+def finish(
+    traced: Trace, k: int, num_reqs: int | None, trace_seconds: float, settings: Settings
+) -> tuple[Emission, BuildReport]:
+    """Passes and emission of a traced loop, and the report on both."""
+    refuse_outputs(traced)
+    steps = passes.pipeline(register=register_refresh, hidden_reads=hidden_reads)
+    done = passes.run(traced.graph, steps, disable=settings.disable, dump=settings.dump)
+    emission = emit(
+        traced.graph,
+        traced.fake_mode,
+        traced.tensors,
+        compiler=settings.compiler,
+        options=settings.options,
+        progress=settings.progress,
+    )
+    return emission, report_on(emission, k, num_reqs, done, trace_seconds)
+
+
+def report_on(
+    emission: Emission, k: int, num_reqs: int | None, done: list[passes.PassReport], trace_seconds: float
+) -> BuildReport:
+    """What a build came to."""
+    items = emission.program.items
+    return BuildReport(
+        k=k,
+        num_reqs=num_reqs,
+        nodes=len(emission.graph.nodes),
+        passes=done,
+        segments=len(emission.calls),
+        unique_segments=emission.unique,
+        opaque_calls=sum(isinstance(i, fx.Node) for i in items),
+        trace_seconds=trace_seconds,
+        compile_seconds=emission.seconds,
+    )
+
+
+def refuse_outputs(traced: Trace) -> None:
+    """A value that leaves the traced loop was bound to an attribute: a replay would never bind it again."""
+    for node in traced.output_nodes:
+        raise UnsafeLoopError(
+            "the loop binds a tensor that it makes to a persistent attribute",
+            f"a tensor of shape {tuple(map(str, ir.value(node).shape))}",
+            "writes into tensors that exist before the loop",
+            "Allocate the tensor once, and copy_ into it.",
+            ir.source_line(node),
+        )

@@ -1,0 +1,59 @@
+"""CUDA graphs: warm up, capture, replay. The captured callable is the bound one, never Dynamo's guarded wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftfuse.errors import CaptureError
+
+
+@dataclass
+class Captured:
+    """A captured graph and everything whose address it holds."""
+
+    graph: Any
+    tensors: list[Tensor]
+    num_bytes: int
+
+    def replay(self) -> None:
+        """One launch on the current stream."""
+        self.graph.replay()
+
+
+def capture(
+    run: Callable[[], None], prepare: Callable[[], None], tensors: list[Tensor], pool: Any, warmups: int = 2
+) -> Captured:
+    """Capture ``run`` into one CUDA graph.
+
+    Args:
+        run: launches the work; no host sync, no allocation that outlives it.
+        prepare: writes fresh dummy inputs; called before every warm-up and before the capture.
+        tensors: what the graph's kernels point to; kept alive with it.
+        pool: the memory pool that all graphs of one loop share.
+
+    Raises:
+        CaptureError: ``run`` does something that a CUDA graph cannot hold; no graph is kept.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warmups):
+            prepare()
+            run()
+        prepare()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            run()
+    except RuntimeError as error:
+        todo = "Remove the host sync or allocation that the cause names, or use mode='split'."
+        raise CaptureError("the loop cannot be captured", str(error).splitlines()[0], "capturable work", todo) from error
+    return Captured(graph, tensors, max(0, torch.cuda.memory_reserved() - before))

@@ -1,0 +1,81 @@
+"""What was compiled, what fell back and why, and what happened since: data for ``fused.report`` and ``explain()``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftfuse.passes import PassReport
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A part of the work that does not run fused, and why."""
+
+    what: str  # a group's builder, a capacity, a call
+    mode: str  # what runs instead: split or eager
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: runs {self.mode}, because {self.reason}"
+
+
+@dataclass
+class BuildReport:
+    """One build: a value of k with a symbolic or a fixed number of requests."""
+
+    k: int
+    num_reqs: int | None  # None: symbolic
+    nodes: int
+    passes: list[PassReport]
+    segments: int
+    unique_segments: int
+    opaque_calls: int
+    trace_seconds: float
+    compile_seconds: float
+    emission: str = "segments"
+
+
+@dataclass
+class Report:
+    """The record of one compiled loop."""
+
+    mode: str
+    compiler: str
+    device: str
+    builds: list[BuildReport] = field(default_factory=list)
+    fallbacks: list[Fallback] = field(default_factory=list)
+    findings: list[Any] = field(default_factory=list)
+    baked: dict[str, Any] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def fall_back(self, what: str, mode: str, reason: str) -> None:
+        """Note a fallback once; count it every time."""
+        entry = Fallback(what, mode, reason)
+        self.counters["fallbacks"] += 1
+        if entry not in self.fallbacks:
+            self.fallbacks.append(entry)
+
+    def explain(self) -> str:
+        """The report as text."""
+        lines = [f"mode {self.mode}, compiler {self.compiler}, device {self.device}"]
+        for build in self.builds:
+            lines += explain_build(build)
+        lines += [f"group {g['index']} ({g['builder']}): {g['kind']}; {g['fields']}" for g in self.groups]
+        lines += [f"fallback: {f}" for f in self.fallbacks]
+        lines += [str(f) for f in self.findings]
+        lines += [f"{name}: {count}" for name, count in sorted(self.counters.items())]
+        return "\n".join(lines)
+
+
+def explain_build(build: BuildReport) -> list[str]:
+    """The lines on one build: its size, then one line a pass."""
+    rows = "any number of requests" if build.num_reqs is None else f"{build.num_reqs} requests"
+    head = (
+        f"k={build.k}, {rows}: {build.segments} segments ({build.unique_segments} distinct), "
+        f"{build.opaque_calls} opaque calls; traced in {build.trace_seconds:.1f} s, compiled in {build.compile_seconds:.1f} s"
+    )
+    width = max((len(p.name) for p in build.passes), default=0)
+    return [head, *(f"  {p.name:<{width}}  {p.rewrites:>4} rewrites  {p.nodes:>5} nodes left" for p in build.passes)]

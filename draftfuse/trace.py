@@ -1,0 +1,184 @@
+"""Trace a draft loop into the IR: Dynamo reads the Python, make_fx normalises to ATen with mutations in program order.
+
+Dynamo is the only front-end that traces a plain object unchanged and gives every node the user's line. Its graph is
+re-traced under its own shape environment, so that one set of guards covers both.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx
+from torch._dynamo import exc as dynamo_exc
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from draftfuse.errors import DraftfuseError, SourceLine, UntraceableLoopError
+from draftfuse.passes import ir
+
+
+@dataclass
+class Trace:
+    """A traced loop: the IR, the tensor behind each placeholder, and the environment of its symbols."""
+
+    module: fx.GraphModule
+    tensors: dict[str, Tensor]  # placeholder name -> the live tensor
+    fake_mode: FakeTensorMode
+    symbol: Any = None  # the sympy symbol of n, None in a static trace
+    hint: int = 0
+    outputs: int = 0  # values that would leave the loop: each is a fault
+    output_nodes: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The flat graph."""
+        return self.module.graph
+
+
+def trace(loop: Callable[..., None], args: tuple[Any, ...], symbolic: str | None = None) -> Trace:
+    """Trace ``loop(*args)``; the integer parameter named ``symbolic`` becomes the one size symbol.
+
+    Raises:
+        UntraceableLoopError: Dynamo cannot trace a statement; the message has the user's line.
+    """
+    box: dict[str, Any] = {}
+    # Dynamo keeps compiled code by code object: a fresh one leaves nothing behind for the next trace.
+    fresh = types.FunctionType(loop.__code__.replace(), loop.__globals__, loop.__name__, loop.__defaults__)
+    backend = _Backend(box)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_dynamic_sources(f"L['{symbolic}']" if symbolic else ""))
+        stack.enter_context(torch._dynamo.config.patch(suppress_errors=False))
+        try:
+            torch.compile(fresh, fullgraph=True, dynamic=False, backend=backend)(*args)
+        except DraftfuseError:
+            raise
+        except (dynamo_exc.TorchDynamoException, RuntimeError) as error:
+            raise untraceable(error) from error
+    if "trace" not in box:
+        return empty_trace()
+    traced: Trace = box["trace"]
+    bind(traced, box["args"])
+    return traced
+
+
+def _dynamic_sources(names: str) -> Any:
+    return torch.compiler.config.patch(dynamic_sources=names)  # type: ignore[attr-defined]
+
+
+def empty_trace() -> Trace:
+    """The trace of a loop that does nothing (K = 1)."""
+    graph = fx.Graph()
+    graph.output(())
+    return Trace(fx.GraphModule(torch.nn.Module(), graph), {}, FakeTensorMode())
+
+
+class _Backend:
+    """Dynamo backend that keeps the graph; the callable that it returns keeps the live arguments and runs nothing."""
+
+    def __init__(self, box: dict[str, Any]) -> None:
+        self.box = box
+
+    def __call__(self, module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        self.box["trace"] = normalise(module, example_inputs)
+        outputs = module.graph.output_node().args[0]
+        assert isinstance(outputs, (list, tuple))
+
+        def keep(*args: Any) -> list[Any]:
+            self.box["args"] = args
+            return [None] * len(outputs)
+
+        return keep
+
+
+def normalise(module: fx.GraphModule, example_inputs: list[Any]) -> Trace:
+    """Re-trace Dynamo's graph to ATen operators with ordered mutation, keeping source lines and loop places."""
+    context = TracingContext.get()
+    mode = context.fake_mode
+    assert mode is not None
+    fakes = [mode.from_tensor(e, static_shapes=True) if isinstance(e, Tensor) else e for e in example_inputs]
+    with fx_traceback.preserve_node_meta(), mode:
+        flat = make_fx(fx.Interpreter(module).run)(*fakes)
+    clean(flat.graph)
+    traced = Trace(flat, {}, mode)
+    name_placeholders(module, flat)
+    for node in ir.placeholders(flat.graph):
+        if isinstance(ir.value(node), torch.SymInt):
+            traced.symbol, traced.hint = ir.expression(ir.value(node)), int(ir.value(node).node.hint)
+    results = flat.graph.output_node().args[0]
+    traced.output_nodes = ir.nodes_in(results)
+    traced.outputs = len(traced.output_nodes)
+    return traced
+
+
+def clean(graph: fx.Graph) -> None:
+    """Bring make_fx's graph into the IR's form: no result of a mutation is used, places are plain metadata."""
+    behind: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        custom = node.meta.get("custom") or {}
+        node.meta["phase"], node.meta["draft_step"] = custom.get("phase", ""), custom.get("draft_step")
+        targets = ir.written(node)
+        if len(targets) == 1 and node.users:
+            node.replace_all_uses_with(targets[0])
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+        if node.target is operator.getitem:
+            behind.setdefault(node.args[0], node.args[0]).append(node)  # no cut falls between it and its producer
+            behind[node.args[0]] = node
+    ir.eliminate_dead_code(graph)
+
+
+def name_placeholders(module: fx.GraphModule, flat: fx.GraphModule) -> None:
+    """Carry over the Python path of every lifted value (``L['spec'].inputs.seq_lens`` -> ``spec.inputs.seq_lens``)."""
+    for old, new in zip(ir.placeholders(module.graph), ir.placeholders(flat.graph), strict=True):
+        graph_arg = old.meta.get("grapharg")
+        source = getattr(graph_arg, "source", None)
+        name = getattr(source, "name", None)
+        text = name() if callable(name) else name
+        if text:
+            new.meta["path"] = str(text).replace("L['", "").replace("']", "", 1).replace("_modules['", "").replace("']", "")
+
+
+def bind(traced: Trace, args: tuple[Any, ...]) -> None:
+    """Remember the live tensor behind each placeholder."""
+    for node, arg in zip(ir.placeholders(traced.graph), args, strict=True):
+        if isinstance(arg, Tensor):
+            traced.tensors[node.name] = arg
+
+
+def untraceable(error: BaseException) -> UntraceableLoopError:
+    """Turn Dynamo's refusal into one error with the user's file, line and text."""
+    reason = str(error).split("\n\nfrom user code")[0].strip()
+    fault = UntraceableLoopError(
+        "the draft loop cannot be traced",
+        reason.splitlines()[0] if reason else type(error).__name__,
+        "a loop of tensor operations with control flow on Python values only",
+        f"Change the statement, or run mode='split'. Dynamo says:\n{reason}",
+        user_line(error),
+    )
+    fault.in_builder = any(f.name == "build_or_refresh" for f in getattr(error, "real_stack", None) or ())
+    return fault
+
+
+def user_line(error: BaseException) -> SourceLine | None:
+    """The innermost line of the user's code that an exception of Dynamo (or any exception) points at."""
+    stack = getattr(error, "real_stack", None)
+    found = [SourceLine.of(f.filename, f.lineno or 0) for f in stack or ()]
+    cause: BaseException | None = error
+    while cause is not None:
+        tb = cause.__traceback__
+        while tb is not None:
+            found.append(SourceLine.of(tb.tb_frame.f_code.co_filename, tb.tb_lineno))
+            tb = tb.tb_next
+        cause = cause.__cause__
+    users = [f for f in found if not ir.is_own_file(f.file) and not f.file.startswith("<")]
+    stacked = [f for f in users[: len(stack or ())]]
+    return (stacked or users or [None])[-1]

@@ -1,0 +1,158 @@
+"""Checks of what a user hands in, before anything is traced or captured."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftfuse.errors import InvalidOptionError, InvalidSpeculatorError, SourceLine
+from draftfuse.speculator import DraftBatch, DraftInputs
+
+_INPUT_TYPES = {
+    "input_ids": (torch.int32, 1),
+    "positions": (torch.int64, 1),
+    "seq_lens": (torch.int32, 1),
+    "query_start_loc": (torch.int32, 1),
+    "idx_mapping": (torch.int64, 1),
+    "hidden_states": (None, 2),
+    "last_token_indices": (torch.int64, 1),
+    "temperature": (torch.float32, 1),
+    "seeds": (torch.int64, 1),
+    "draft_tokens": (torch.int64, 2),
+    "draft_logits": (None, 3),
+}
+MODES = ("auto", "fused", "split", "eager")
+COMPILERS = ("inductor", "none")
+
+
+def source_of(value: Any) -> SourceLine | None:
+    """Where a class or function was written, if that is known."""
+    target = value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
+    try:
+        lines, number = inspect.getsourcelines(target)
+        return SourceLine(inspect.getsourcefile(target) or "?", number, lines[0].strip())
+    except (OSError, TypeError):
+        return None
+
+
+def check_speculator(spec: Any) -> None:
+    """Raise :class:`InvalidSpeculatorError` unless ``spec`` has the protocol's attributes with sound values."""
+    for name in ("num_speculative_tokens", "max_num_reqs", "max_model_len"):
+        _check_count(spec, name)
+    for name in ("forward", "sample", "advance"):
+        if not callable(getattr(spec, name, None)):
+            _fail(spec, f"the speculator has no method {name}", f"{type(spec).__name__} without it", "a method", name)
+    if not isinstance(getattr(spec, "inputs", None), DraftInputs):
+        came = type(getattr(spec, "inputs", None)).__name__
+        _fail(spec, "spec.inputs is not a DraftInputs", came, "draftfuse.DraftInputs", "inputs")
+    if not hasattr(spec, "advance_positions"):
+        _fail(spec, "the speculator has no attribute advance_positions", "nothing", "True or False", "advance_positions")
+    check_inputs(spec)
+    check_groups(spec)
+
+
+def _check_count(spec: Any, name: str) -> None:
+    number = getattr(spec, name, None)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        _fail(spec, f"spec.{name} is not a count", repr(number), "an int >= 1", name)
+
+
+def _fail(spec: Any, what: str, came: object, expected: object, name: str) -> None:
+    todo = f"Set {name} on the speculator; draftfuse.Speculator documents the protocol."
+    raise InvalidSpeculatorError(what, came, expected, todo, source_of(spec))
+
+
+def check_inputs(spec: Any) -> None:
+    """Types, dims and lengths of the persistent inputs."""
+    rows, devices = spec.max_num_reqs, set()
+    for name, tensor in spec.inputs.named_tensors().items():
+        dtype, dims = _INPUT_TYPES[name]
+        if (dtype is not None and tensor.dtype != dtype) or tensor.dim() != dims:
+            expected = f"{dims} dims" + (f" of {dtype}" if dtype else "")
+            _fail(spec, f"inputs.{name} has a wrong dtype or shape", f"{tensor.dtype}{list(tensor.shape)}", expected, name)
+        need = rows + 1 if name == "query_start_loc" else rows
+        if tensor.shape[0] < need:
+            _fail(spec, f"inputs.{name} is too short", tensor.shape[0], f"at least {need} for max_num_reqs={rows}", name)
+        devices.add(tensor.device)
+    if spec.inputs.draft_tokens.shape[1] < spec.num_speculative_tokens:
+        came, expected = spec.inputs.draft_tokens.shape[1], f"num_speculative_tokens={spec.num_speculative_tokens} columns"
+        _fail(spec, "inputs.draft_tokens is too narrow", came, expected, "draft_tokens")
+    if len(devices) != 1:
+        _fail(spec, "the inputs are on several devices", sorted(map(str, devices)), "one device", "inputs")
+
+
+def check_groups(spec: Any) -> None:
+    """Attention groups: builder, table and slots."""
+    groups = getattr(spec, "attn_groups", None)
+    if not isinstance(groups, Sequence):
+        _fail(spec, "spec.attn_groups is no sequence", type(groups).__name__, "a list of AttentionGroup", "attn_groups")
+    for index, group in enumerate(spec.attn_groups):
+        if not callable(getattr(group.builder, "build", None)):
+            _fail(spec, f"attn_groups[{index}].builder has no build", type(group.builder).__name__, "build(common)", "build")
+        tokens = spec.inputs.positions.shape[0]
+        _check_table(spec, index, group.block_table, torch.int32, 2, "block_table", spec.max_num_reqs)
+        _check_table(spec, index, group.slot_mapping, torch.int64, 1, "slot_mapping", tokens)
+        if not isinstance(group.page_size, int) or group.page_size < 1:
+            _fail(spec, f"attn_groups[{index}].page_size is no size", repr(group.page_size), "an int >= 1", "page_size")
+
+
+def _check_table(spec: Any, index: int, table: Any, dtype: torch.dtype, dims: int, name: str, rows: int) -> None:
+    if not isinstance(table, Tensor) or table.dtype != dtype or table.dim() != dims:
+        came = f"{table.dtype}{list(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
+        _fail(spec, f"attn_groups[{index}].{name} has a wrong dtype or shape", came, f"{dims} dims of {dtype}", name)
+    if table.shape[0] < rows:
+        _fail(spec, f"attn_groups[{index}].{name} is too short", table.shape[0], f"at least {rows} rows", name)
+
+
+def check_option(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise :class:`InvalidOptionError` unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise InvalidOptionError(f"unknown {name}", repr(value), f"one of {list(allowed)}", f"Pass another {name}.")
+
+
+def check_k(k: object, largest: int) -> int:
+    """A number of draft tokens that a call may ask for, 0..largest."""
+    if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= largest:
+        todo = "Ask for fewer, or compile with a larger num_speculative_tokens."
+        raise InvalidOptionError("k does not fit the compiled loop", repr(k), f"an int, 0 <= k <= {largest}", todo)
+    return k
+
+
+def check_capacities(capacities: object, max_num_reqs: int) -> list[int]:
+    """The request ladder, ascending: ``"pow2"`` or an explicit list."""
+    if capacities == "pow2":
+        powers = [1 << i for i in range(max_num_reqs.bit_length()) if 1 << i < max_num_reqs]
+        return [*powers, max_num_reqs]
+    if not isinstance(capacities, Sequence) or isinstance(capacities, str) or not capacities:
+        raise InvalidOptionError("unknown request_capacities", repr(capacities), "'pow2' or a list", "Pass one of these.")
+    good = [c for c in capacities if isinstance(c, int) and not isinstance(c, bool) and 1 <= c <= max_num_reqs]
+    if len(good) != len(capacities) or len(set(good)) != len(good):
+        expected = f"distinct ints in 1..max_num_reqs={max_num_reqs}"
+        raise InvalidOptionError("request_capacities has bad entries", list(capacities), expected, "Correct the list.")
+    return sorted(good)
+
+
+def check_batch(spec: Any, batch: DraftBatch) -> None:
+    """Raise :class:`InvalidBatchError` unless ``batch`` fits the persistent inputs of ``spec``."""
+    from draftfuse.errors import InvalidBatchError
+
+    def fail(what: str, came: object, expected: object) -> None:
+        raise InvalidBatchError(what, came, expected, "Split the batch, or compile a larger speculator.")
+
+    if not 0 <= batch.num_reqs <= spec.max_num_reqs:
+        fail("num_reqs is out of range", batch.num_reqs, f"0..max_num_reqs={spec.max_num_reqs}")
+    room = spec.inputs.positions.shape[0]
+    if not batch.num_reqs <= batch.num_tokens <= room:
+        fail("num_tokens is out of range", batch.num_tokens, f"num_reqs={batch.num_reqs}..{room}")
+    if batch.max_seq_len > spec.max_model_len:
+        fail("max_seq_len is out of range", batch.max_seq_len, f"at most max_model_len={spec.max_model_len}")
+    lengths = {"query_start_loc": batch.num_reqs + 1, "positions": batch.num_tokens, "input_ids": batch.num_tokens}
+    per_row = ("seq_lens", "num_rejected", "last_sampled", "temperature", "seeds", "idx_mapping")
+    lengths |= dict.fromkeys(per_row, batch.num_reqs) | {"hidden_states": batch.num_tokens}
+    for name, length in lengths.items():
+        if getattr(batch, name).shape[0] < length:
+            fail(f"batch.{name} is too short", getattr(batch, name).shape[0], f"at least {length}")

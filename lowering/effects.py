@@ -1,0 +1,60 @@
+"""What registered operators read and write beyond their arguments.
+
+An operator of draftfuse reads and writes its arguments only. Any other operator might read persistent state through a
+closure or a forward context, so all pending state is stored before it, unless :func:`register_effects` says what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch._ops import OpOverload, OpOverloadPacket
+
+from draftfuse.errors import InvalidOptionError
+from draftfuse.passes import ir
+
+Tensors = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
+OWN_NAMESPACES = ("draftfuse", "draftfuse_gen")
+_EFFECTS: dict[OpOverload, tuple[Tensors, Tensors]] = {}
+
+
+def register_effects(op: Any, reads: Tensors = (), writes: Tensors = ()) -> None:
+    """Declare what ``op`` touches beyond its arguments.
+
+    Args:
+        op: an operator of ``torch.ops`` (packet or overload).
+        reads: tensors that it reads, or a callable that returns them; ``()`` says that it reads its arguments only.
+        writes: the same for writes.
+
+    Raises:
+        InvalidOptionError: ``op`` is no operator.
+    """
+    overloads = [getattr(op, name) for name in op.overloads()] if isinstance(op, OpOverloadPacket) else [op]
+    for overload in overloads:
+        if not isinstance(overload, OpOverload):
+            todo = "Pass torch.ops.<namespace>.<name>."
+            raise InvalidOptionError("op is not a registered operator", repr(op), "an operator of torch.ops", todo)
+        _EFFECTS[overload] = (reads, writes)
+
+
+def storages(tensors: Tensors) -> set[int]:
+    """Storage identities of declared tensors."""
+    found = tensors() if callable(tensors) else tensors
+    return {t.untyped_storage()._cdata for t in found}
+
+
+def hidden_reads(node: fx.Node) -> Collection[int] | None:
+    """Storages that ``node`` reads beside its arguments; None if nobody has said."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace in OWN_NAMESPACES:
+        return ()
+    declared = _EFFECTS.get(node.target)
+    if declared is None:
+        return None
+    return () if not callable(declared[0]) and not declared[0] else None
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether somebody has said what the operator of ``node`` touches."""
+    return ir.is_aten(node) or hidden_reads(node) is not None

@@ -1,0 +1,43 @@
+"""The one place that touches Inductor's private entry point (``compile_fx_inner``) and its configuration.
+
+The graph given is functional, apart from trailing stores into its inputs, so none of Inductor's re-inplacing (and with
+it none of the clones and stale reads that it makes of mutated buffers) takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.utils import BoxedBool
+
+from draftfuse.lowering.check import SchedulerCheck
+from draftfuse.lowering.hook import post_grad_pass
+
+DEFAULT_OPTIONS: dict[str, Any] = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
+
+
+def compile_graph(
+    module: fx.GraphModule, fakes: Sequence[Any], static: Sequence[int], key: str, options: dict[str, Any]
+) -> tuple[Callable[[list[Any]], Sequence[Any]], list[str]]:
+    """Compile a decomposed graph; returns a callable that takes a list, and what the check of its code found."""
+    check = SchedulerCheck(key)
+    hooks = {"post_grad_custom_post_pass": post_grad_pass, "_pre_fusion_custom_pass": check}
+    patches = {**DEFAULT_OPTIONS, **hooks, **options}
+    compiled = _compile(module, fakes, static, patches)
+    findings = check.verdict()
+    if findings is None:  # cached code that nobody checked: make it again, under the check
+        compiled = _compile(module, fakes, static, {**patches, "force_disable_caches": True})
+        findings = check.verdict()
+    assert findings is not None, "the check runs on every compile"
+    return compiled, findings
+
+
+def _compile(module: fx.GraphModule, fakes: Sequence[Any], static: Sequence[int], patches: dict[str, Any]) -> Any:
+    with inductor_config.patch(patches):
+        return compile_fx_inner(
+            module, list(fakes), static_input_idxs=tuple(static), cudagraphs=BoxedBool(False), is_inference=True
+        )

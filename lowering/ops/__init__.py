@@ -1,0 +1,33 @@
+"""Operators of draftfuse. One file an op: its checks, its meaning in plain PyTorch, its registration, its fake.
+
+Registered (opaque to every compiler, exact mutation schema): ``write_kv``, ``paged_attention``, ``store``.
+Composite (plain PyTorch, made to be traced and fused): ``compute_slot_mapping``, ``advance_positions``,
+``gumbel_sample``.
+
+A module and its function share a name, and the package exports the function; reach the module's other names with
+``from draftfuse.lowering.ops.tap import tap
+from draftfuse.lowering.ops.write_kv import reference``.
+"""
+
+from __future__ import annotations
+
+if not __name__.startswith("draftfuse."):
+    raise ImportError("import draftfuse.lowering.ops, not lowering.ops: a second copy would register every op twice")
+
+from draftfuse.lowering.ops.advance_positions import advance_positions
+from draftfuse.lowering.ops.compute_slot_mapping import compute_slot_mapping
+from draftfuse.lowering.ops.gumbel_sample import gumbel_sample
+from draftfuse.lowering.ops.paged_attention import paged_attention
+from draftfuse.lowering.ops.store import store
+from draftfuse.lowering.ops.tap import tap
+from draftfuse.lowering.ops.write_kv import write_kv
+
+__all__ = [
+    "advance_positions",
+    "compute_slot_mapping",
+    "gumbel_sample",
+    "paged_attention",
+    "store",
+    "tap",
+    "write_kv",
+]

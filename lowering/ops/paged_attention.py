@@ -1,0 +1,288 @@
+"""Causal attention of a few query tokens over a paged KV cache, grouped-query, with an optional sliding window.
+
+Shape letters: R requests (rows), T query tokens, Q query tokens of a row, Hq query heads, H KV heads, D head size,
+N blocks (pages), P slots a page, B blocks a row of the block table, L gathered KV positions of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftfuse.lowering.ops._library import (
+    check_floating,
+    check_same_device,
+    check_same_dtype,
+    check_size,
+    check_tensor,
+    define,
+    fail,
+    fake,
+    implement,
+    require_triton,
+)
+
+_OP = "paged_attention"
+
+
+def _check(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor | None,
+    window: int,
+) -> None:
+    check_floating(_OP, "query", query, "T, Hq, D")
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check_floating(_OP, name, cache, "N, P, H, D")
+        check_same_dtype(_OP, name, cache, "query", query)
+    check_tensor(_OP, "block_table", block_table, "R, B", torch.int32)
+    check_tensor(_OP, "seq_lens", seq_lens, "R", torch.int32)
+    if query_start_loc is not None:
+        check_tensor(_OP, "query_start_loc", query_start_loc, "R+1", torch.int32)
+    if window < 0:
+        fail(_OP, "window is negative", window, "window >= 0 (0: no window)", "Pass 0 for full attention.")
+
+
+def _check_sizes(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor | None,
+) -> None:
+    rows, (tokens, heads, head_size) = seq_lens.shape[0], query.shape
+    caches = "value_cache differs from key_cache in shape"
+    check_size(_OP, caches, tuple(value_cache.shape), tuple(key_cache.shape), "Allocate both alike.")
+    check_size(_OP, "query has another head size than the caches", head_size, key_cache.shape[3], "Pass [T, Hq, D].")
+    kv_heads = key_cache.shape[2]
+    if heads % kv_heads:
+        todo = "Pass query heads in groups, one group a KV head."
+        fail(_OP, "query heads do not group over KV heads", heads, f"a multiple of {kv_heads}", todo)
+    check_size(_OP, "block_table has other rows than seq_lens", block_table.shape[0], rows, "Slice block_table[:R].")
+    if query_start_loc is None:
+        todo = "Slice query to one token a row, or pass query_start_loc."
+        check_size(_OP, "query has other rows than seq_lens", tokens, rows, todo)
+    else:
+        todo = "Slice query_start_loc[:R + 1]."
+        check_size(_OP, "query_start_loc does not fit seq_lens", query_start_loc.shape[0], rows + 1, todo)
+    check_same_device(
+        _OP,
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+    )
+
+
+def reference(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor | None,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """The meaning, a token at a time, in float32."""
+    page, group = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
+    rows = seq_lens.shape[0]
+    starts = list(range(rows + 1)) if query_start_loc is None else query_start_loc.tolist()
+    out = torch.zeros_like(query)
+    for row, length in enumerate(seq_lens.tolist()):
+        begin, end = starts[row], min(starts[row + 1], query.shape[0])
+        for token in range(begin, end):
+            last = length - (starts[row + 1] - token)
+            at = range(max(0, last + 1 - window) if window else 0, last + 1)
+            slots = torch.tensor([int(block_table[row, p // page]) * page + p % page for p in at], dtype=torch.int64)
+            if not len(at):
+                continue
+            keys = key_cache[slots // page, slots % page].float().repeat_interleave(group, 1)
+            values = value_cache[slots // page, slots % page].float().repeat_interleave(group, 1)
+            weights = (torch.einsum("hd,lhd->hl", query[token].float(), keys) * scale).softmax(-1)
+            out[token] = torch.einsum("hl,lhd->hd", weights, values).to(out.dtype)
+    return out
+
+
+def _gather(cache: Tensor, pages: Tensor) -> Tensor:
+    """Slots of ``pages`` [R, n] as float32 [R, H, L = n * P, D]: a fresh tensor, laid out for matrix products."""
+    heads = torch.arange(cache.shape[2]).view(-1, 1, 1)
+    return cache[pages[:, None, :, None], torch.arange(cache.shape[1]), heads].flatten(2, 3).float()
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Dense float32 attention: query [R, Q, Hq, D], key and value [R, H, L, D] (value is scratch), mask [R, Q, L]."""
+    rows, queries, heads, head_size = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.float().view(rows, queries, kv_heads, -1, head_size).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    unused = ~mask[:, None, None].expand(-1, -1, heads // kv_heads, -1, -1).flatten(2, 3)
+    scores = (grouped @ key.transpose(2, 3)).mul_(scale).masked_fill_(unused, float("-inf"))
+    weights = scores.softmax(-1).masked_fill_(unused, 0.0)  # a row that attends nothing gives 0, not NaN
+    value.masked_fill_(~mask.any(1)[:, None, :, None], 0.0)  # unwritten slots may hold NaN, and 0 * NaN is NaN
+    out = (weights @ value).view(rows, kv_heads, -1, queries, head_size)
+    return out.permute(0, 3, 1, 2, 4).reshape(query.shape)
+
+
+def _decode_cpu(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """All rows at once, over the pages that the longest row needs."""
+    page = key_cache.shape[1]
+    lens = seq_lens.to(torch.int64).unsqueeze(1)
+    first = (lens - window).clamp(min=0) if window else torch.zeros_like(lens)
+    first_page = first // page
+    pages = int(((lens + page - 1) // page - first_page).max())
+    columns = first_page + torch.arange(pages)
+    table = block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))
+    table = torch.where(columns * page < lens, table, 0)
+    at = (columns.unsqueeze(2) * page + torch.arange(page)).flatten(1)
+    mask = (at >= first) & (at < lens)
+    keys, values = _gather(key_cache, table), _gather(value_cache, table)
+    return _attend(query.unsqueeze(1), keys, values, mask.unsqueeze(1), scale).squeeze(1)
+
+
+def _row_mask(first: int, stop: int, length: int, queries: int, window: int) -> Tensor:
+    """[Q, L]: which of the positions from ``first`` to ``stop`` the last ``queries`` tokens of ``length`` attend."""
+    at, last = torch.arange(first, stop), torch.arange(length - queries, length).unsqueeze(1)
+    return (at <= last) & (at > last - window) if window else at <= last
+
+
+def _ragged_cpu(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """A row at a time, so that one long prompt pads no other row."""
+    page, out = key_cache.shape[1], query.new_zeros(query.shape)
+    starts = query_start_loc.tolist()
+    for row, length in enumerate(seq_lens.tolist()):
+        begin, end = starts[row], starts[row + 1]
+        if begin == end or length == 0:
+            continue
+        first_page = max(0, length - (end - begin) + 1 - window) // page if window else 0
+        end_page = -(-length // page)
+        table = block_table[row : row + 1, first_page:end_page]
+        mask = _row_mask(first_page * page, end_page * page, length, end - begin, window)
+        keys, values = _gather(key_cache, table), _gather(value_cache, table)
+        out[begin:end] = _attend(query[None, begin:end], keys, values, mask[None], scale)[0].to(out.dtype)
+    return out
+
+
+def _cpu(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor | None,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    _check(query, key_cache, value_cache, block_table, seq_lens, query_start_loc, window)
+    _check_sizes(query, key_cache, value_cache, block_table, seq_lens, query_start_loc)
+    longest = int(seq_lens.max()) if seq_lens.numel() else 0
+    capacity = block_table.shape[1] * key_cache.shape[1]
+    if longest > capacity:
+        todo = "Widen the block table, or clamp seq_lens to max_model_len."
+        fail(_OP, "a row is longer than its block table", longest, f"seq_lens <= B * P = {capacity}", todo)
+    if longest == 0:
+        return query.new_zeros(query.shape)
+    if query_start_loc is None:
+        return _decode_cpu(query, key_cache, value_cache, block_table, seq_lens, scale, window).to(query.dtype)
+    return _ragged_cpu(query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale, window)
+
+
+def _cuda(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor | None,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    _check(query, key_cache, value_cache, block_table, seq_lens, query_start_loc, window)
+    _check_sizes(query, key_cache, value_cache, block_table, seq_lens, query_start_loc)
+    require_triton(_OP)
+    from draftfuse.lowering.ops._paged_attention_triton import launch
+
+    return launch(query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale, window)
+
+
+def _fake(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor | None,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    _check(query, key_cache, value_cache, block_table, seq_lens, query_start_loc, window)
+    return query.new_empty(query.shape)
+
+
+define(
+    "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, "
+    "Tensor? query_start_loc, float scale, int window=0) -> Tensor"
+)
+implement(_OP, _cpu, "CPU")
+implement(_OP, _cuda, "CUDA")
+fake(_OP, _fake)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor | None,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """Attend each query token to the KV positions up to its own, through the page table.
+
+    Query i of a row of Q query tokens stands at position ``seq_len - Q + i`` (decode: ``seq_len - 1``) and attends the
+    KV positions up to its own, the last ``window`` of them if ``window`` is not 0. Rows with ``seq_len`` 0 and tokens
+    at or past ``query_start_loc[R]`` give zeros. Entries of the block table at or past ``ceil(seq_len / P)`` are not
+    used. Scores and sums are float32.
+
+    Args:
+        query: floating[T, Hq, D], Hq a multiple of H.
+        key_cache, value_cache: [N, P, H, D] of the same dtype, any strides.
+        block_table: i32[R, B].
+        seq_lens: i32[R], the query tokens included; 0 for a padded row.
+        query_start_loc: i32[R+1], or None for decode: one token a row, T == R.
+        scale: factor of the scores, mostly ``D ** -0.5``.
+        window: sliding window, 0 for none.
+
+    Returns:
+        [T, Hq, D] of the dtype of ``query``, contiguous.
+
+    Raises:
+        OpArgumentError: a dtype, dim, size, device or ``window`` is wrong, or (CPU) a row is longer than its table.
+    """
+    out: Tensor = torch.ops.draftfuse.paged_attention(
+        query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale, window
+    )
+    return out

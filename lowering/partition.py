@@ -1,0 +1,112 @@
+"""Cut the IR into what Inductor compiles (segments) and what is called as it stands (opaque operators).
+
+A segment is a maximal run of pure operators, and the stores behind it that are 16-byte aligned: those become writes
+of its last kernels. Program order is kept, so a read never passes a write. What depends on nothing but the buffers'
+addresses and the number of requests is *static*: evaluated once when a callable is bound to its buffers.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from draftfuse.passes import ir
+
+
+@dataclass
+class Segment:
+    """A pure region: nodes in order, stores at its end."""
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    stores: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def trivial(self) -> bool:
+        """Nothing to compute: views and tuple items only."""
+        return not self.stores and all(ir.is_view(n) or not ir.is_tensor(n) for n in self.nodes)
+
+
+@dataclass
+class Partition:
+    """The program: static nodes, then segments and single calls in order."""
+
+    static: list[fx.Node]
+    items: list[Segment | fx.Node]
+
+
+def partition(graph: fx.Graph, *, compile_refresh: bool = True) -> Partition:
+    """Cut ``graph``. Taps are calls of their own; generated refresh operators are calls whose body may be compiled."""
+    eager = _eager_memory(graph)
+    known: set[fx.Node] = set(ir.placeholders(graph))
+    static: list[fx.Node] = []
+    items: list[Segment | fx.Node] = []
+    current = Segment()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if _is_static(node, known):
+            known.add(node)
+            static.append(node)
+        elif ir.is_pure(node) and not _touches(node, eager) and not _is_item_of_call(node):
+            current = _open(current, items)
+            current.nodes.append(node)
+        elif _is_foldable(node, current):
+            current.stores.append(node)
+        else:
+            current = _close(current, items)
+            items.append(node)
+    _close(current, items)
+    return Partition(static, items)
+
+
+def _open(current: Segment, items: list[Segment | fx.Node]) -> Segment:
+    """A segment that has stored takes no more nodes: they might read what it stored."""
+    return _close(current, items) if current.stores else current
+
+
+def _close(current: Segment, items: list[Segment | fx.Node]) -> Segment:
+    if current.nodes or current.stores:
+        if current.trivial:
+            items.extend(current.nodes)
+        else:
+            items.append(current)
+    return Segment()
+
+
+def _is_static(node: fx.Node, known: set[fx.Node]) -> bool:
+    if not known.issuperset(node.all_input_nodes):
+        return False
+    return ir.is_view(node) or (ir.is_pure(node) and not ir.is_tensor(node) and bool(node.all_input_nodes))
+
+
+def _eager_memory(graph: fx.Graph) -> set[int]:
+    """Tensors made inside the loop that an opaque operator writes: their address matters, Inductor must not make them."""
+    inputs = ir.input_storages(graph)
+    keys = {ir.storage(t) for n in graph.nodes for t in ir.written(n)}
+    return {k for k in keys if k is not None and k not in inputs}
+
+
+def _touches(node: fx.Node, eager: set[int]) -> bool:
+    """Whether ``node`` makes, or is a view of, memory that an opaque operator writes."""
+    return ir.storage(node) in eager
+
+
+def _is_item_of_call(node: fx.Node) -> bool:
+    """Whether ``node`` takes one of the results of an opaque operator."""
+    return node.target is operator.getitem and not ir.is_pure(node.all_input_nodes[0])
+
+
+def _is_foldable(node: fx.Node, current: Segment) -> bool:
+    if node.target is not torch.ops.aten.copy_.default or not (current.nodes or current.stores):
+        return False
+    target, source = node.args[0], node.args[1]
+    assert isinstance(target, fx.Node) and isinstance(source, fx.Node)
+    if ir.root(target).op != "placeholder" or not ir.is_aligned(target) or not ir.is_tensor(source):
+        return False
+    if any(ir.storage(s.args[0]) == ir.storage(target) for s in current.stores):  # type: ignore[arg-type]
+        return False
+    have, want = ir.value(source), ir.value(target)
+    return bool(have.dtype == want.dtype and have.device == want.device and have.dim() == want.dim())

@@ -1,0 +1,157 @@
+"""One pure segment through Inductor: extract it, decompose it, compile it once for all equal ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._inductor.virtualized import V
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from draftfuse.lowering.inductor import compile_graph
+from draftfuse.lowering.partition import Segment
+from draftfuse.passes import ir
+from draftfuse.passes.render import canonical
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Extracted:
+    """A segment as a graph of its own: what it reads, what it returns, and where it stores in place."""
+
+    module: fx.GraphModule
+    inputs: list[fx.Node]  # nodes of the outer graph, in the order of the placeholders
+    outputs: list[fx.Node]
+    stored: list[int]  # for each store, the input that it writes
+    key: str = ""
+
+
+def extract(segment: Segment, symbol: fx.Node | None) -> Extracted:
+    """Copy ``segment`` out of its graph. Misaligned static views are taken inside, from their aligned base."""
+    inside = set(segment.nodes)
+    nodes = _with_misaligned_views(segment, inside)
+    targets = [s.args[0] for s in segment.stores]
+    reads = [a for n in nodes for a in n.all_input_nodes] + [a for s in segment.stores for a in s.all_input_nodes]
+    inputs = [n for n in dict.fromkeys(reads) if n not in inside]
+    if symbol is not None and symbol not in inputs and _is_symbolic(inputs):
+        inputs.insert(0, symbol)
+    outputs = [n for n in segment.nodes if any(u not in inside and u not in segment.stores for u in n.users)]
+    graph, copies = fx.Graph(), {}
+    for i, node in enumerate(inputs):
+        copies[node] = graph.placeholder(f"arg{i}")
+        copies[node].meta["val"] = ir.value(node)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        copies[node].meta = {"val": ir.value(node)}
+    stores = [copies[s.args[1]] for s in segment.stores]  # type: ignore[index]
+    graph.output((*(copies[n] for n in outputs), *stores))
+    stored = [inputs.index(t) for t in targets]  # type: ignore[arg-type]
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    text = canonical(graph) + f"\nstores {stored} hint {_hint(symbol)}"
+    return Extracted(module, inputs, outputs, stored, hashlib.sha256(text.encode()).hexdigest())
+
+
+def extract_refresh(node: fx.Node, symbol: fx.Node | None) -> Extracted:
+    """The body of a generated refresh operator, with its rows as stores."""
+    reads, numbers, rows = node.args
+    inputs = [*reads, *numbers, *rows]  # type: ignore[misc]
+    body: fx.GraphModule = node.meta["body"]
+    graph, copies = fx.Graph(), {}
+    if symbol is not None and symbol not in inputs and _is_symbolic(inputs):
+        inputs.insert(0, symbol)
+    made = [graph.placeholder(f"arg{i}") for i in range(len(inputs))]
+    for new, outer in zip(made, inputs, strict=True):
+        new.meta["val"] = ir.value(outer)
+    named = dict(zip(inputs, made, strict=True))
+    given = [named[n] for n in (*reads, *numbers)]  # type: ignore[misc]
+    copies.update(zip(ir.placeholders(body.graph), given, strict=True))
+    graph.output(graph.graph_copy(body.graph, copies))
+    stored = [inputs.index(r) for r in rows]  # type: ignore[union-attr]
+    text = canonical(graph) + f"\nstores {stored} hint {_hint(symbol)}"
+    key = hashlib.sha256(text.encode()).hexdigest()
+    return Extracted(fx.GraphModule(torch.nn.Module(), graph), inputs, [], stored, key)
+
+
+def _hint(symbol: fx.Node | None) -> object:
+    return "symbolic" if symbol is not None else "static"
+
+
+def _with_misaligned_views(segment: Segment, inside: set[fx.Node]) -> list[fx.Node]:
+    """The segment's nodes, preceded by the static views that its kernels could not take as inputs."""
+    extra: dict[fx.Node, None] = {}
+
+    def visit(node: fx.Node) -> None:
+        if node in inside or node in extra or not ir.is_view(node):
+            return
+        if ir.root(node).op == "placeholder" and not ir.is_aligned(node):
+            visit(node.all_input_nodes[0])
+            extra[node] = None
+
+    for node in segment.nodes:
+        for arg in node.all_input_nodes:
+            visit(arg)
+    for store in segment.stores:
+        visit(store.all_input_nodes[-1])
+    inside.update(extra)
+    return [*extra, *segment.nodes]
+
+
+def _is_symbolic(inputs: Sequence[fx.Node]) -> bool:
+    vals = [ir.value(n) for n in inputs]
+    tensors = [v for v in vals if isinstance(v, Tensor)]
+    return any(isinstance(s, torch.SymInt) for t in tensors for s in t.shape)
+
+
+@dataclass
+class Compiled:
+    """A compiled segment: call it with its inputs as a list; right where all ``guards`` hold."""
+
+    run: Callable[[list[Any]], Sequence[Any]]
+    guards: list[Any] = field(default_factory=list)  # sympy expressions in one symbol
+    findings: list[str] = field(default_factory=list)
+
+
+def holds(guards: Sequence[Any], num_reqs: int) -> bool:
+    """Whether every guard is true at ``num_reqs`` (a guard that stays undecided does not hold)."""
+    return all(guard.subs(dict.fromkeys(guard.free_symbols, num_reqs)) == True for guard in guards)  # noqa: E712
+
+
+def decompose(extracted: Extracted, fake_mode: Any) -> fx.GraphModule:
+    """The segment as Inductor's own operators, with its stores as trailing ``copy_``."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    fakes = [ir.value(n) for n in extracted.inputs]
+    with fake_mode:
+        flat = make_fx(fx.Interpreter(extracted.module).run, decomposition_table=select_decomp_table())(*fakes)
+    _append_stores(flat.graph, extracted.stored)
+    flat.recompile()
+    return flat
+
+
+def _append_stores(graph: fx.Graph, stored: Sequence[int]) -> None:
+    results = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    keep = len(results) - len(stored)
+    inputs = ir.placeholders(graph)
+    with graph.inserting_before(graph.output_node()):
+        for index, result in zip(stored, results[keep:], strict=True):
+            node = graph.call_function(aten.copy_.default, (inputs[index], result))
+            node.meta["val"] = ir.value(inputs[index])
+    graph.output_node().args = (tuple(results[:keep]),)
+
+
+def compile_segment(extracted: Extracted, fake_mode: Any, options: dict[str, Any]) -> Compiled:
+    """Compile one segment; raises what Inductor raises."""
+    with torch.no_grad(), V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
+        flat = decompose(extracted, fake_mode)
+        fakes = [ir.value(n) for n in ir.placeholders(flat.graph)]
+        static = [i for i, v in enumerate(fakes) if isinstance(v, Tensor)]
+        known = len(fake_mode.shape_env.guards)
+        run, findings = compile_graph(flat, fakes, static, extracted.key, options)
+        guards = [g.expr for g in fake_mode.shape_env.guards[known:]]
+    return Compiled(run, guards, findings)

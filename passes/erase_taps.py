@@ -1,0 +1,32 @@
+"""Take out the markers that only name values."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from draftfuse.passes import ir
+
+
+def erase_taps(graph: fx.Graph) -> int:
+    """Erase every tap, after noting its name on the value that it marks (``meta["taps"]``).
+
+    A shipped graph must not keep a metadata field alive only because the audit would like to see it. The audit's own
+    build leaves this pass out. Stands before the passes that count users.
+
+    Before::
+
+        draftfuse.tap.default(%low, "group0.metadata.start", 1)
+
+    After::
+
+        (nothing; %low.meta["taps"] == ["group0.metadata.start@1"])
+    """
+    erased = 0
+    for node in list(graph.nodes):
+        if ir.is_tap(node):
+            marked, name, step = node.args
+            assert isinstance(marked, fx.Node)
+            marked.meta.setdefault("taps", []).append(f"{name}@{step}")
+            graph.erase_node(node)
+            erased += 1
+    return erased

@@ -1,0 +1,245 @@
+"""The IR that every pass works on, and the few questions that they all ask of it.
+
+One flat ``fx.Graph`` of ATen and registered operators:
+
+- placeholders are ``n`` (the symbolic number of requests, where there is one) and tensors that live outside;
+- mutations stand in program order, at the place where the user wrote them; their own result is never used;
+- ``node.meta["val"]`` is a fake tensor (or SymInt); two values alias exactly if their fake storages are one;
+- ``node.meta["phase"]`` and ``node.meta["draft_step"]`` say where in the loop a node stands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from draftfuse.errors import SourceLine
+
+ALIGNMENT = 16  # bytes that Inductor's kernels assume of their inputs
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<text>[^\n]*)')
+
+
+def phase(node: fx.Node) -> str:
+    """The loop phase of ``node`` (empty outside any)."""
+    return str(node.meta.get("phase", ""))
+
+
+def draft_step(node: fx.Node) -> int | None:
+    """The draft step of ``node``, None outside any."""
+    step = node.meta.get("draft_step")
+    return None if step is None else int(step)
+
+
+def value(node: fx.Node) -> Any:
+    """The fake value of ``node``."""
+    return node.meta.get("val")
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether ``node`` is one tensor."""
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def storage(node: fx.Node) -> int | None:
+    """Identity of the storage behind ``node``; None for anything but a tensor."""
+    val = node.meta.get("val")
+    return val.untyped_storage()._cdata if isinstance(val, Tensor) else None
+
+
+def geometry(val: Tensor) -> tuple[Any, ...]:
+    """What part of its storage a tensor covers: dtype, sizes, strides, offset (sympy expressions where symbolic)."""
+    return (val.dtype, *map(expression, val.shape), *map(expression, val.stride()), expression(val.storage_offset()))
+
+
+def expression(number: Any) -> Any:
+    """The sympy expression of a SymInt, or the plain integer."""
+    return number.node.expr if isinstance(number, torch.SymInt) else number
+
+
+def schema_of(node: fx.Node) -> torch.FunctionSchema | None:
+    """The operator schema of ``node``, None for placeholders, getitem and the like."""
+    return node.target._schema if isinstance(node.target, OpOverload) else None
+
+
+def arguments(node: fx.Node) -> Iterator[tuple[torch.Argument, Any]]:
+    """Pairs of schema argument and value given, positional and by keyword."""
+    schema = schema_of(node)
+    if schema is None:
+        return
+    for i, arg in enumerate(schema.arguments):
+        if i < len(node.args):
+            yield arg, node.args[i]
+        elif arg.name in node.kwargs:
+            yield arg, node.kwargs[arg.name]
+
+
+def nodes_in(arg: Any) -> list[fx.Node]:
+    """All nodes inside an argument (a node, or a list of them)."""
+    found: list[fx.Node] = []
+    fx.node.map_arg(arg, found.append)
+    return found
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """Arguments that ``node`` writes, by its schema."""
+    out: list[fx.Node] = []
+    for arg, given in arguments(node):
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            out.extend(nodes_in(given))
+    return out
+
+
+def is_mutation(node: fx.Node) -> bool:
+    """Whether ``node`` writes one of its arguments."""
+    return bool(written(node))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether ``node`` is an operator whose result aliases its first argument and that writes nothing."""
+    schema = schema_of(node)
+    if schema is None or schema.is_mutable or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    return is_tensor(node) and storage(node) == storage(node.args[0])
+
+
+def is_aten(node: fx.Node) -> bool:
+    """Whether ``node`` is an ATen operator, or plain Python arithmetic on sizes."""
+    if isinstance(node.target, OpOverload):
+        return node.target.namespace in ("aten", "prims")
+    return node.op == "call_function"
+
+
+def is_tap(node: fx.Node) -> bool:
+    """Whether ``node`` only names a value."""
+    return isinstance(node.target, OpOverload) and node.target.name() == "draftfuse::tap"
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether ``node`` is an operator that no pass and no code generator looks into."""
+    return node.op == "call_function" and not is_aten(node) and not is_tap(node)
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether ``node`` computes a value from its arguments and does nothing else."""
+    if node.op != "call_function" or not is_aten(node) or is_mutation(node):
+        return False
+    return not (isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags)
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The node at the start of a chain of views."""
+    while is_view(node):
+        first = node.args[0]
+        assert isinstance(first, fx.Node)
+        node = first
+    return node
+
+
+def is_static_view(node: fx.Node) -> bool:
+    """Whether ``node`` is a view of memory that lives outside the loop, at a place known before the loop starts."""
+    while is_view(node):
+        if not all(a.op == "placeholder" or not is_tensor(a) for a in node.all_input_nodes[1:]):
+            return False
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
+def is_aligned(node: fx.Node) -> bool:
+    """Whether a tensor starts on a 16-byte boundary of its storage, whatever the number of requests."""
+    val = node.meta["val"]
+    offset = expression(val.storage_offset())
+    return isinstance(offset, int) and offset * val.element_size() % ALIGNMENT == 0
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    """The graph's inputs in order."""
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def input_storages(graph: fx.Graph) -> dict[int, fx.Node]:
+    """Storage of each tensor placeholder -> the first placeholder that has it."""
+    found: dict[int, fx.Node] = {}
+    for node in placeholders(graph):
+        key = storage(node)
+        if key is not None:
+            found.setdefault(key, node)
+    return found
+
+
+def path_of(node: fx.Node) -> str:
+    """How a user would name a placeholder (``spec.inputs.seq_lens``); the node's own name for anything else."""
+    return str(node.meta.get("path", node.name))
+
+
+def frames(node: fx.Node) -> list[SourceLine]:
+    """The Python frames that made ``node``, outermost first."""
+    text = node.meta.get("stack_trace") or ""
+    return [SourceLine(m["file"], int(m["line"]), m["text"].strip()) for m in _FRAME.finditer(text)]
+
+
+def source_line(node: fx.Node) -> SourceLine | None:
+    """The innermost frame of the user's code behind ``node``; of any code where no frame is the user's."""
+    found = frames(node)
+    users = [f for f in found if not is_own_file(f.file)]
+    return (users or found or [None])[-1]
+
+
+def is_own_file(file: str) -> bool:
+    """Whether ``file`` belongs to draftfuse or torch rather than to the user."""
+    return any(file.startswith(folder) for folder in _OWN_FOLDERS)
+
+
+def _own_folders() -> tuple[str, ...]:
+    import pathlib
+
+    here = pathlib.Path(__file__).resolve().parent.parent
+    own = [str(here / name) + "/" for name in ("draftfuse", "passes", "lowering")]
+    return (*own, str(pathlib.Path(torch.__file__).resolve().parent) + "/")
+
+
+_OWN_FOLDERS = _own_folders()
+
+
+def copy_meta(new: fx.Node, old: fx.Node) -> None:
+    """Give ``new`` the place in the loop and the source of ``old``."""
+    for key in ("phase", "draft_step", "stack_trace"):
+        if key in old.meta:
+            new.meta[key] = old.meta[key]
+
+
+def eliminate_dead_code(graph: fx.Graph) -> int:
+    """Erase unused pure nodes; returns how many."""
+    erased = 0
+    for node in reversed(list(graph.nodes)):
+        removable = node.op == "call_function" and not is_tap(node) and (is_pure(node) or is_view(node))
+        if removable and not node.users:
+            graph.erase_node(node)
+            erased += 1
+    return erased
+
+
+def fake(arg: Any) -> Any:
+    """``arg`` with every node replaced by its fake value."""
+    return fx.node.map_arg(arg, lambda node: node.meta["val"])
+
+
+def fake_mode_of(graph: fx.Graph) -> Any:
+    """The fake mode that the values of ``graph`` belong to."""
+    for node in graph.nodes:
+        if is_tensor(node):
+            return node.meta["val"].fake_mode
+    raise AssertionError("a graph without tensors has no fake mode")
+
+
+def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
+    """Insert ``target(*args, **kwargs)`` at the insertion point, with its fake value and the place of ``like``."""
+    node = graph.call_function(target, args, kwargs)
+    with fake_mode_of(graph):
+        node.meta["val"] = target(*fake(args), **fake(kwargs))
+    copy_meta(node, like)
+    return node

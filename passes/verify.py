@@ -1,0 +1,56 @@
+"""What must hold between passes, checked on one page.
+
+1. Placeholders come first, one output (empty) comes last.
+2. Every tensor node has a fake value; a node is used after it is made.
+3. Mutations stand in program order and nobody uses their result.
+4. Owned rows are written by exactly one node, before anything reads them.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from draftfuse.passes import ir
+
+
+def verify(graph: fx.Graph, *, after: str = "trace") -> None:
+    """Assert the invariants of the IR; ``after`` names the pass that is to blame."""
+    for rule in (_order, _values, _mutations, _rows):
+        fault = rule(graph)
+        assert fault is None, f"after {after}: {fault}"
+
+
+def _order(graph: fx.Graph) -> str | None:
+    kinds = [n.op for n in graph.nodes]
+    inputs = kinds.count("placeholder")
+    if kinds[:inputs] != ["placeholder"] * inputs or kinds[-1] != "output":
+        return "placeholders come first and one output comes last"
+    return None
+
+
+def _values(graph: fx.Graph) -> str | None:
+    missing = [n.name for n in graph.nodes if n.op == "placeholder" and "val" not in n.meta]
+    return f"no fake value: {missing}" if missing else None
+
+
+def _mutations(graph: fx.Graph) -> str | None:
+    used = [n.name for n in graph.nodes if ir.is_mutation(n) and any(u.op != "output" for u in n.users)]
+    used = [n for n in used if not _makes_value(graph, n)]
+    return f"the result of a mutation is used: {used}" if used else None
+
+
+def _makes_value(graph: fx.Graph, name: str) -> bool:
+    """An operator that both writes an argument and returns a value of its own."""
+    node = next(n for n in graph.nodes if n.name == name)
+    schema = ir.schema_of(node)
+    return schema is not None and any(r.alias_info is None for r in schema.returns)
+
+
+def _rows(graph: fx.Graph) -> str | None:
+    for row in (p for p in ir.placeholders(graph) if p.meta.get("owned")):
+        users = [n for n in graph.nodes if row in n.all_input_nodes]
+        if not users or row not in ir.written(users[0]):
+            return f"{row.name} is read before it is written"
+        if sum(row in ir.written(n) for n in users) != 1:
+            return f"{row.name} is written more than once"
+    return None

@@ -1,0 +1,63 @@
+"""Compile the Triton kernels to sm_90 machine code without a GPU; test_triton_kernels.py runs this file in a process.
+
+It catches what the interpreter accepts and the compiler does not, and a page table that is no longer vectorised.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from draftfuse.lowering.ops import _paged_attention_triton, _write_kv_triton
+
+
+def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> str:
+    """PTX of ``kernel``; arguments without a type are i32, and strides and addresses are multiples of 16."""
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n] not in ("constexpr", "fp32")
+    }
+    for name in ("num_reqs", "num_tokens", "splits"):
+        if name in names:
+            aligned.pop((names.index(name),), None)
+    values = {(names.index(n),): value for n, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
+    ptx: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return ptx
+
+
+def attention(head_size: int, dtype: str, ragged: bool, window: int) -> None:
+    cache = f"*{dtype}"
+    types = dict.fromkeys(("query", "key_cache", "value_cache"), cache) | dict.fromkeys(("out", "lse"), "*fp32")
+    types |= dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "*i32") | {"scale": "fp32"}
+    constants = dict.fromkeys(("q_d", "k_d", "v_d", "table_b"), 1)
+    blocks = {"BLOCK_Q": 16, "BLOCK_M": 64} if ragged else {"BLOCK_Q": 1, "BLOCK_M": 16}
+    constants |= blocks | {"KV_HEADS": 8, "GROUP": 4, "HEAD_SIZE": head_size, "PAGE": 16, "WINDOW": window}
+    constants |= {"RAGGED": ragged, "SPLIT": True, "BLOCK_D": triton.next_power_of_2(head_size), "BLOCK_N": 64}
+    precision = {"PRECISION": "ieee" if dtype == "fp32" else "tf32"}
+    kernel = _paged_attention_triton._attend
+    ptx = compile_kernel(kernel, types, constants | precision, num_warps=4, num_stages=_paged_attention_triton.STAGES)
+    if dtype != "fp32":
+        assert ptx.count("cp.async.cg.shared.global") >= 32, "K and V tiles are not copied 16 bytes at a time"
+
+
+def main() -> None:
+    for ragged, window in itertools.product((False, True), (0, 512)):
+        attention(128, "bf16", ragged, window)
+    attention(80, "fp16", False, 0)
+    attention(64, "fp32", True, 0)
+    types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16"}
+    compile_kernel(_paged_attention_triton._reduce, types, {"HEAD_SIZE": 128, "BLOCK_S": 64, "BLOCK_D": 128})
+    types = dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16") | {"slot_mapping": "*i64"}
+    constants = {"PAGE": 16, "HEADS": 8, "HEAD_SIZE": 128, "BLOCK": 1024}
+    constants |= dict.fromkeys(("key_d", "value_d", "key_cache_d", "value_cache_d"), 1)
+    assert "st.global.v4.b32" in compile_kernel(_write_kv_triton._write_kv, types, constants)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Triton kernels under Triton's interpreter, on CPU tensors; test_triton_kernels.py runs this file in a process.
+
+The interpreter is chosen when Triton decorates a kernel, so it needs a process of its own. It has no bfloat16 products.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftfuse.lowering.ops import _paged_attention_triton, _write_kv_triton
+from draftfuse.lowering.ops.paged_attention import reference as attention_reference
+from draftfuse.lowering.ops.write_kv import reference as write_reference
+
+SCALE = 0.3
+LENS, STARTS = [24, 0, 9, 8, 1], [0, 3, 3, 4, 11, 12]
+
+
+def case(
+    starts: list[int] | None, heads: tuple[int, int], size: int, page: int, dtype: torch.dtype, tokens: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """NaN in every slot, and a huge entry in every column, that no row may read."""
+    rows, width = len(LENS), -(-24 // page)
+    pool = torch.full((rows * width + 1, 2, page, heads[1], size), float("nan"))
+    table = torch.full((rows, width), 2**30, dtype=torch.int32)
+    for row, length in enumerate(LENS):
+        pages = torch.arange(-(-length // page)) * rows + row + 1
+        table[row, : len(pages)] = pages.int()
+        for position in range(length):
+            pool[pages[position // page], :, position % page] = torch.randn(2, heads[1], size)
+    count = tokens or (rows if starts is None else starts[-1])
+    query = torch.randn(count, 2, heads[0], size).to(dtype)[:, 1]
+    key_cache, value_cache = pool.to(dtype).unbind(1)
+    query_start_loc = None if starts is None else torch.tensor(starts, dtype=torch.int32)
+    return query, key_cache, value_cache, table, torch.tensor(LENS, dtype=torch.int32), query_start_loc
+
+
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("window", [0, 1, 7])
+@pytest.mark.parametrize("starts", [None, STARTS], ids=["decode", "ragged"])
+def test_windows_and_splits(starts: list[int] | None, window: int, splits: int | None) -> None:
+    arguments = case(starts, (6, 2), 16, 4, torch.float32)
+    out = _paged_attention_triton.launch(*arguments, SCALE, window, splits)
+    torch.testing.assert_close(out, attention_reference(*arguments, SCALE, window), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("starts", [None, STARTS], ids=["decode", "ragged"])
+@pytest.mark.parametrize(
+    ("heads", "size", "page", "dtype"),
+    [
+        ((1, 1), 8, 1, torch.float32),
+        ((7, 1), 20, 5, torch.float32),
+        ((20, 1), 64, 16, torch.float16),
+        ((8, 2), 128, 16, torch.float16),
+    ],
+)
+def test_shapes(starts: list[int] | None, heads: tuple[int, int], size: int, page: int, dtype: torch.dtype) -> None:
+    arguments = case(starts, heads, size, page, dtype)
+    out = _paged_attention_triton.launch(*arguments, SCALE, 0, 2)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    torch.testing.assert_close(out, attention_reference(*arguments, SCALE), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_tail_tokens_give_zeros(splits: int) -> None:
+    arguments = case(STARTS, (2, 2), 16, 4, torch.float32, tokens=20)
+    out = _paged_attention_triton.launch(*arguments, SCALE, 0, splits)
+    assert int(out[STARTS[-1] :].count_nonzero()) == 0
+    torch.testing.assert_close(out, attention_reference(*arguments, SCALE), atol=1e-5, rtol=1e-5)
+
+
+def test_no_rows() -> None:
+    query, key_cache, value_cache, table, lens, _ = case(None, (2, 2), 16, 4, torch.float32)
+    out = _paged_attention_triton.launch(query[:0], key_cache, value_cache, table[:0], lens[:0], None, SCALE)
+    assert out.shape == (0, 2, 16)
+
+
+@pytest.mark.parametrize(("heads", "size", "page"), [(1, 8, 1), (2, 20, 3), (4, 64, 16)])
+def test_write_kv(heads: int, size: int, page: int) -> None:
+    slots = torch.tensor([2, -1, 5, -9, 0, 6 * page, 6 * page - 1])  # the last but one lies outside: no write
+    fused = torch.randn(7, 3, heads, size)
+    pool = torch.randn(6, 2, page, heads, size)
+    inside = torch.where(slots < 6 * page, slots, -1)
+    expected = write_reference(fused[:, 1], fused[:, 2], pool[:, 0], pool[:, 1], inside)
+    _write_kv_triton.launch(fused[:, 1], fused[:, 2], pool[:, 0], pool[:, 1], slots)
+    assert torch.equal(pool[:, 0], expected[0])
+    assert torch.equal(pool[:, 1], expected[1])
+
+
+def test_write_kv_without_tokens() -> None:
+    empty, cache = torch.zeros(0, 2, 4), torch.zeros(2, 2, 2, 4)
+    _write_kv_triton.launch(empty, empty, cache, cache.clone(), torch.zeros(0, dtype=torch.int64))
+    assert int(cache.count_nonzero()) == 0
