@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import fx
 
-from draftfuse import loop, passes
+from draftfuse import passes
+from draftfuse.dispatch import Descriptor
 from draftfuse.errors import UnsafeLoopError
 from draftfuse.lowering.effects import hidden_reads
 from draftfuse.lowering.emit import Emission, emit
@@ -31,16 +32,18 @@ class Settings:
     progress: Callable[[str], None] = lambda text: None
 
 
-def build_decode(spec: Any, k: int, num_reqs: int, symbolic: bool, settings: Settings) -> tuple[Emission, BuildReport]:
-    """Build draft steps 1..k-1 for ``num_reqs`` rows, or for any number of rows with ``num_reqs`` as the hint."""
+def build(
+    function: Callable[..., None], args: tuple[Any, ...], descriptor: Descriptor, num_reqs: int | None, settings: Settings
+) -> tuple[Emission, BuildReport]:
+    """Build ``function(*args)`` for ``num_reqs`` rows; None makes the argument ``num_reqs`` the one size symbol."""
     start = time.perf_counter()
-    name = "num_reqs" if symbolic else None
-    traced = trace(loop.decode_loop, (spec, num_reqs, k, loop.graph_tap), name)
-    return finish(traced, k, None if symbolic else num_reqs, time.perf_counter() - start, settings)
+    traced = trace(function, args, "num_reqs" if num_reqs is None else None)
+    seconds = time.perf_counter() - start
+    return finish(traced, descriptor.num_steps, num_reqs, seconds, settings, descriptor.kind)
 
 
 def finish(
-    traced: Trace, k: int, num_reqs: int | None, trace_seconds: float, settings: Settings
+    traced: Trace, k: int, num_reqs: int | None, trace_seconds: float, settings: Settings, kind: str = "step"
 ) -> tuple[Emission, BuildReport]:
     """Passes and emission of a traced loop, and the report on both."""
     refuse_outputs(traced)
@@ -54,15 +57,16 @@ def finish(
         options=settings.options,
         progress=settings.progress,
     )
-    return emission, report_on(emission, k, num_reqs, done, trace_seconds)
+    return emission, report_on(emission, k, num_reqs, done, trace_seconds, kind)
 
 
 def report_on(
-    emission: Emission, k: int, num_reqs: int | None, done: list[passes.PassReport], trace_seconds: float
+    emission: Emission, k: int, num_reqs: int | None, done: list[passes.PassReport], trace_seconds: float, kind: str
 ) -> BuildReport:
     """What a build came to."""
     items = emission.program.items
     return BuildReport(
+        kind=kind,
         k=k,
         num_reqs=num_reqs,
         nodes=len(emission.graph.nodes),

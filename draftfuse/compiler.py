@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from draftfuse import validate
 from draftfuse.build import Settings
+from draftfuse.dispatch import Ladder
 from draftfuse.errors import InvalidOptionError
 from draftfuse.fused import FusedDraft
 
@@ -23,6 +25,9 @@ def compile(
     pool: Any = None,
     disable: Collection[str] = (),
     dump: str | Path | None = None,
+    one_launch: bool = True,
+    k_by_num_reqs: Mapping[int, int] | None = None,
+    graph_memory_budget: int | None = None,
 ) -> FusedDraft:
     """Compile the draft loop of ``speculator`` into one callable (and, on CUDA, one graph a request capacity).
 
@@ -37,6 +42,9 @@ def compile(
         pool: a CUDA graph memory pool to share.
         disable: names of passes to leave out.
         dump: a folder for the graph after each pass.
+        one_launch: prefill and decode of a uniform batch in one graph; False keeps two.
+        k_by_num_reqs: how many tokens to draft by batch size (largest batch size -> k) where a call names no k.
+        graph_memory_budget: bytes that captured graphs may take; capacities that do not fit are left out.
 
     Returns:
         A :class:`FusedDraft`. Tracing and code generation happen in ``capture()`` or in the first call.
@@ -49,12 +57,20 @@ def compile(
     validate.check_option("compiler", compiler, validate.COMPILERS)
     validate.check_speculator(speculator)
     _check_passes(disable)
+    largest = speculator.num_speculative_tokens
     if num_speculative_tokens is not None:
-        validate.check_k(num_speculative_tokens, speculator.num_speculative_tokens)
+        largest = validate.check_k(num_speculative_tokens, largest)
+    table = {size: validate.check_k(k, largest) for size, k in (k_by_num_reqs or {}).items()}
     capacities = validate.check_capacities(request_capacities, speculator.max_num_reqs)
+    validate.check_budget(graph_memory_budget)
+    mode, disabled = ("eager", True) if os.environ.get("DRAFTFUSE_DISABLE") == "1" else (mode, False)
+    ladder = Ladder(capacities, largest, one_launch and mode in ("auto", "fused"), table)
     settings = Settings(compiler=compiler, disable=frozenset(disable), dump=dump)
-    largest = speculator.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
-    return FusedDraft(speculator, capacities, mode, cudagraph, pool, settings, largest)
+    fused = FusedDraft(speculator, ladder, mode, cudagraph, pool, settings)
+    fused.graph_memory_budget = graph_memory_budget
+    if disabled:
+        fused.report.fall_back("everything", "eager", "DRAFTFUSE_DISABLE=1 is set")
+    return fused
 
 
 def _check_passes(disable: Collection[str]) -> None:

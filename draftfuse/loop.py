@@ -140,6 +140,7 @@ def store_tokens(inputs: DraftInputs, tokens: list[Tensor], k: int) -> None:
 
 def decode_loop(spec: Any, num_reqs: int, k: int, tap: Tap = no_tap) -> None:
     """Draft steps 1..k-1 on the persistent inputs, metadata rebuilt at every step. ``num_reqs`` is the padded count."""
+    run_hook(spec, "on_multi_step_decode_begin")
     inputs = spec.inputs.view(num_reqs, num_reqs)
     held: dict[int, Any] = {}
     tokens: list[Tensor] = []
@@ -147,10 +148,19 @@ def decode_loop(spec: Any, num_reqs: int, k: int, tap: Tap = no_tap) -> None:
         metadata = build_metadata(spec, inputs, step, held, tap)
         tokens.append(run_step(spec, inputs, metadata, step, step == k - 1, tap))
     store_tokens(inputs, tokens, k)
+    run_hook(spec, "on_multi_step_decode_end")
+
+
+def run_hook(spec: Any, name: str) -> None:
+    """Call a lifecycle hook of the speculator if it has one: at capture here, at replay by the runtime."""
+    hook = getattr(spec, name, None)
+    if hook is not None:
+        hook()
 
 
 def prefill(spec: Any, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len: int) -> None:
     """Draft step 0: metadata over ragged queries, forward, token 0, and the inputs of draft step 1."""
+    run_hook(spec, "on_prefill_begin")
     inputs = spec.inputs.view(num_reqs, num_tokens)
     by_layer: dict[str, Any] = {}
     with annotate({"phase": "prefill", "draft_step": 0}):
@@ -162,6 +172,19 @@ def prefill(spec: Any, num_reqs: int, num_tokens: int, max_query_len: int, max_s
         run = spec.prefill if hasattr(spec, "prefill") else spec.forward
         hidden, feedback = run(inputs, by_layer)
         prepare_decode(spec, inputs, hidden, feedback)
+    run_hook(spec, "on_prefill_end")
+
+
+def propose_loop(spec: Any, num_reqs: int, query_len: int, k: int, tap: Tap = no_tap) -> None:
+    """All of a uniform batch: draft step 0 over ``query_len`` tokens a row, then draft steps 1..k-1."""
+    prefill(spec, num_reqs, num_reqs * query_len, query_len, spec.max_model_len)
+    if k > 1:
+        decode_loop(spec, num_reqs, k, tap)
+
+
+def prefill_loop(spec: Any, num_reqs: int, query_len: int) -> None:
+    """Draft step 0 of a uniform batch alone."""
+    prefill(spec, num_reqs, num_reqs * query_len, query_len, spec.max_model_len)
 
 
 def prepare_decode(spec: Any, inputs: DraftInputs, hidden: Tensor, feedback: Tensor) -> None:

@@ -25,6 +25,7 @@ class Fallback:
 class BuildReport:
     """One build: a value of k with a symbolic or a fixed number of requests."""
 
+    kind: str  # decode, prefill, propose, or one step of a split loop
     k: int
     num_reqs: int | None  # None: symbolic
     nodes: int
@@ -74,7 +75,7 @@ def explain_build(build: BuildReport) -> list[str]:
     """The lines on one build: its size, then one line a pass."""
     rows = "any number of requests" if build.num_reqs is None else f"{build.num_reqs} requests"
     head = (
-        f"k={build.k}, {rows}: {build.segments} segments ({build.unique_segments} distinct), "
+        f"{build.kind} k={build.k}, {rows}: {build.segments} segments ({build.unique_segments} distinct), "
         f"{build.opaque_calls} opaque calls; traced in {build.trace_seconds:.1f} s, compiled in {build.compile_seconds:.1f} s"
     )
     width = max((len(p.name) for p in build.passes), default=0)

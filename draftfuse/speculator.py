@@ -177,6 +177,7 @@ class DraftBatch:
     temperature: Tensor  # f32[R]
     seeds: Tensor  # i64[R]
     idx_mapping: Tensor  # i64[R]
+    max_query_len: int | None = None  # host; num_reqs * max_query_len == num_tokens says that the batch is uniform
 
 
 class Speculator:

@@ -34,23 +34,29 @@ def load_batch(spec: Any, batch: DraftBatch) -> None:
         getattr(inputs, name)[:rows].copy_(getattr(batch, name)[:rows])
 
 
-def pad_decode(inputs: DraftInputs, num_reqs: int, capacity: int) -> None:
-    """Make rows ``num_reqs..capacity`` dead before decode steps at ``capacity`` rows."""
-    tail = slice(num_reqs, capacity)
-    if num_reqs < capacity:
-        for name in ("seq_lens", "positions", "input_ids", "temperature", "seeds"):
-            getattr(inputs, name)[tail].zero_()
-        inputs.idx_mapping[tail].fill_(-1)
-        starts = torch.arange(num_reqs, capacity + 1, device=inputs.query_start_loc.device)
-        inputs.query_start_loc[num_reqs : capacity + 1].copy_(starts)
+def pad(inputs: DraftInputs, num_reqs: int, capacity: int, query_len: int = 1) -> None:
+    """Make rows ``num_reqs..capacity`` dead, with ``query_len`` tokens each.
+
+    One token a row before decode steps; K+1 before the prefill of a uniform batch.
+    """
+    if num_reqs >= capacity:
+        return
+    rows, tokens = slice(num_reqs, capacity), slice(num_reqs * query_len, capacity * query_len)
+    torch._foreach_zero_([inputs.seq_lens[rows], inputs.input_ids[tokens]])
+    torch._foreach_zero_([inputs.positions[tokens], inputs.seeds[rows]])
+    inputs.temperature[rows].zero_()
+    inputs.idx_mapping[rows].fill_(-1)
+    ends = torch.arange(num_reqs + 1, capacity + 1, device=inputs.query_start_loc.device)
+    inputs.query_start_loc[num_reqs + 1 : capacity + 1].copy_(ends * query_len)
+    inputs.last_token_indices[rows].copy_(ends * query_len - 1)
 
 
-def fill_dummy(spec: Any, capacity: int) -> None:
+def fill_dummy(spec: Any, capacity: int, query_len: int = 1) -> None:
     """Fresh dummy inputs: every row dead, so that a warm-up or capture writes no KV and reads no block table."""
     inputs = spec.inputs
     for tensor in inputs.named_tensors().values():
         tensor.zero_()
-    pad_decode(inputs, 0, capacity)
+    pad(inputs, 0, capacity, query_len)
     for group in spec.attn_groups:
         group.slot_mapping.fill_(-1)
 

@@ -144,6 +144,7 @@ def name_placeholders(module: fx.GraphModule, flat: fx.GraphModule) -> None:
         name = getattr(source, "name", None)
         text = name() if callable(name) else name
         if text:
+            new.meta["source"] = str(text)
             new.meta["path"] = str(text).replace("L['", "").replace("']", "", 1).replace("_modules['", "").replace("']", "")
 
 

@@ -136,6 +136,12 @@ def check_capacities(capacities: object, max_num_reqs: int) -> list[int]:
     return sorted(good)
 
 
+def check_budget(budget: object) -> None:
+    """Raise :class:`InvalidOptionError` unless ``budget`` is None or a positive number of bytes."""
+    if budget is not None and (not isinstance(budget, int) or budget <= 0):
+        raise InvalidOptionError("graph_memory_budget is no size", repr(budget), "bytes > 0, or None", "Correct it.")
+
+
 def check_batch(spec: Any, batch: DraftBatch) -> None:
     """Raise :class:`InvalidBatchError` unless ``batch`` fits the persistent inputs of ``spec``."""
     from draftfuse.errors import InvalidBatchError

@@ -47,6 +47,12 @@ class Emission:
     seconds: float = 0.0
     unique: int = 0
 
+    @property
+    def sources(self) -> dict[str, Tensor]:
+        """Tensors that the loop read from Python objects, by the path that they were read from."""
+        named = [(n.meta.get("source", n.name), n.name) for n in ir.placeholders(self.graph)]
+        return {path: self.tensors[name] for path, name in named if name in self.tensors}
+
     def guards_hold(self, num_reqs: int) -> bool:
         """Whether the generated code is right for ``num_reqs`` rows."""
         traced = [g.expr for g in self.fake_mode.shape_env.guards] if self.symbol is not None else []

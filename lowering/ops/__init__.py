@@ -1,12 +1,11 @@
 """Operators of draftfuse. One file an op: its checks, its meaning in plain PyTorch, its registration, its fake.
 
-Registered (opaque to every compiler, exact mutation schema): ``write_kv``, ``paged_attention``, ``store``.
+Registered (opaque to every compiler, exact mutation schema): ``write_kv``, ``paged_attention``, ``store``, ``tap``.
 Composite (plain PyTorch, made to be traced and fused): ``compute_slot_mapping``, ``advance_positions``,
 ``gumbel_sample``.
 
 A module and its function share a name, and the package exports the function; reach the module's other names with
-``from draftfuse.lowering.ops.tap import tap
-from draftfuse.lowering.ops.write_kv import reference``.
+``from draftfuse.lowering.ops.write_kv import reference``.
 """
 
 from __future__ import annotations

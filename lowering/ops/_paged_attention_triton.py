@@ -10,17 +10,12 @@ Shape letters: R requests, T query tokens, Hq query heads, H KV heads, D head si
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS_PER_SM = 3  # enough to hide a tile's latency; more only adds work to the reduction
-MAX_SPLITS = 64
-TILE_BYTES = 16384  # of one K or V tile: BLOCK_N is 64 for 128 bf16 elements a head
-STAGES = 4  # the page table takes one, so two K and two V tiles are in flight; three programs fit a Hopper SM
+from draftfuse.lowering.ops._paged_attention_plan import hardware, plan
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -39,7 +34,7 @@ def _row_of_block(
     return low - 1
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "splits"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "capacity", "splits"])  # type: ignore[untyped-decorator]
 def _attend(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -51,6 +46,7 @@ def _attend(
     lse: tl.tensor,
     num_reqs: tl.tensor,
     num_tokens: tl.tensor,
+    capacity: tl.tensor,
     splits: tl.tensor,
     scale: tl.tensor,
     q_t: tl.tensor,
@@ -108,7 +104,7 @@ def _attend(
     seq_len = tl.load(seq_lens + row)
     first_position = seq_len - (row_end - first_token)
     last = first_position + m // GROUP
-    high = tl.minimum(seq_len, first_position + BLOCK_Q)
+    high = tl.minimum(tl.minimum(seq_len, first_position + BLOCK_Q), capacity)
     low = 0
     if WINDOW > 0:
         low = tl.maximum(0, first_position - WINDOW + 1)
@@ -185,44 +181,6 @@ def _reduce(
     tl.store(out + place * HEAD_SIZE + d, merged.to(out.dtype.element_ty), mask=d < HEAD_SIZE)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Launch sizes, from host sizes alone."""
-
-    block_q: int
-    block_m: int
-    block_n: int
-    block_d: int
-    q_blocks: int
-    splits: int
-
-
-def plan(query: Tensor, key_cache: Tensor, blocks: int, rows: int, ragged: bool, window: int, sms: int) -> Plan:
-    """Choose tile sizes and the number of splits; ``blocks`` is the width of the block table."""
-    tokens, heads, head_size = query.shape
-    _, page, kv_heads, _ = key_cache.shape
-    group = heads // kv_heads
-    block_d = max(16, triton.next_power_of_2(head_size))
-    block_n = max(16, min(128, TILE_BYTES // (block_d * query.element_size())))
-    mean_queries = triton.next_power_of_2(max(1, -(-tokens // max(1, rows))))
-    block_q = min(mean_queries, max(1, 64 // group)) if ragged else 1
-    q_blocks = tokens // block_q + rows if ragged else rows
-    longest = min(blocks * page, window + block_q + block_n) if window else blocks * page
-    wanted = -(-PROGRAMS_PER_SM * sms // max(1, q_blocks * kv_heads))
-    splits = max(1, min(wanted, -(-longest // block_n), MAX_SPLITS))
-    block_m = max(16, triton.next_power_of_2(block_q * group))
-    return Plan(block_q, block_m, block_n, block_d, q_blocks, splits)
-
-
-def _hardware(device: torch.device) -> tuple[int, int]:
-    """Number of SMs and pipeline stages; cached by PyTorch, no sync."""
-    if device.type != "cuda":
-        return 4, 1
-    properties = torch.cuda.get_device_properties(device)
-    shared_memory: int = getattr(properties, "shared_memory_per_block_optin", 0)
-    return properties.multi_processor_count, STAGES if shared_memory >= 9 * TILE_BYTES else 2
-
-
 def launch(
     query: Tensor,
     key_cache: Tensor,
@@ -236,7 +194,7 @@ def launch(
 ) -> Tensor:
     """Launch on checked arguments; no sync, shapes from host sizes only, so safe in capture."""
     ragged = query_start_loc is not None
-    sms, stages = _hardware(query.device)
+    sms, stages = hardware(query.device)
     rows, width = block_table.shape
     chosen = plan(query, key_cache, width, rows, ragged, window, sms)
     splits = chosen.splits if splits is None else splits
@@ -261,6 +219,7 @@ def launch(
         lse,
         rows,
         tokens,
+        width * key_cache.shape[1],
         splits,
         scale,
         *query.stride(),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ import torch
 from draftfuse import ops
 from draftfuse.errors import MissingExtraError, OpArgumentError
 from draftfuse.lowering.ops import _library
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_public_module_exports_all_ops() -> None:
@@ -44,10 +46,15 @@ def test_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (caught.value.came, caught.value.expected) == ("no module triton", "triton")
 
 
-def test_importing_the_ops_imports_no_triton() -> None:
-    code = "import sys, draftfuse.ops; raise SystemExit('triton' in sys.modules)"
-    root = importlib.util.find_spec("draftfuse")
-    assert root is not None
-    assert root.submodule_search_locations
-    folder = f"{root.submodule_search_locations[0]}/.."
-    assert subprocess.run([sys.executable, "-c", code], cwd=folder, check=False, timeout=120).returncode == 0
+def test_the_ops_run_without_triton() -> None:
+    code = """if True:
+        import sys
+        sys.modules["triton"] = None
+        import torch
+        from draftfuse.ops import write_kv
+        cache, row = torch.zeros(2, 2, 1, 4), torch.ones(1, 1, 4)
+        write_kv(row, row, cache, cache.clone(), torch.tensor([3]))
+        assert int(cache.sum()) == 4
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=300)
+    assert done.returncode == 0

@@ -92,9 +92,9 @@ def test_composites_equal_cpu() -> None:
 
 
 def test_sampling_equals_cpu() -> None:
-    arguments = torch.randn(64, 1000), torch.full((64,), 0.8), torch.arange(64), torch.arange(64)
-    expected = gumbel_sample(*arguments)
-    assert torch.equal(gumbel_sample(*(tensor.cuda() for tensor in arguments)).cpu(), expected)
+    logits, temperature, seeds = torch.randn(64, 1000), torch.full((64,), 0.8), torch.arange(64)
+    tokens = gumbel_sample(logits.cuda(), temperature.cuda(), seeds.cuda(), seeds.cuda())
+    assert torch.equal(tokens.cpu(), gumbel_sample(logits, temperature, seeds, seeds))
 
 
 def test_store() -> None:

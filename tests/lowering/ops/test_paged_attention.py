@@ -11,6 +11,7 @@ from torch import Tensor
 from draftfuse.errors import OpArgumentError
 from draftfuse.ops import paged_attention
 
+Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 SCALE = 0.3
 STARTS = [0, 3, 3, 4, 9, 10]
 LENS = [24, 0, 5, 8, 1]
@@ -26,7 +27,7 @@ def case(
     page: int = 4,
     width: int = 6,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+) -> Case:
     """A batch whose unused slots are all NaN and whose unused table entries are huge."""
     generator = torch.Generator().manual_seed(0)
     rows = len(lens)
@@ -46,7 +47,7 @@ def case(
     return query, key_cache, value_cache, table, torch.tensor(lens, dtype=torch.int32), query_start_loc
 
 
-def assert_equals_reference(arguments: tuple[Any, ...], window: int, tolerance: float) -> None:
+def assert_equals_reference(arguments: Case, window: int, tolerance: float) -> None:
     from draftfuse.lowering.ops.paged_attention import reference
 
     out = paged_attention(*arguments, SCALE, window)
@@ -110,7 +111,7 @@ def test_opcheck(starts: list[int] | None) -> None:
 
 
 def test_fake_checks_too() -> None:
-    query, key_cache, value_cache, table, lens, _ = (x if x is None else x.to("meta") for x in case([4, 4]))
+    query, key_cache, value_cache, table, lens = (tensor.to("meta") for tensor in case([4, 4])[:5])
     out = torch.ops.draftfuse.paged_attention(query, key_cache, value_cache, table, lens, None, SCALE)
     assert (out.shape, out.dtype, out.device.type) == ((2, 6, 8), torch.float32, "meta")
     with pytest.raises(OpArgumentError, match="seq_lens has a wrong dtype"):

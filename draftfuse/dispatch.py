@@ -1,0 +1,103 @@
+"""Which graph a call uses, and why: one table serves capture and dispatch, so an uncaptured descriptor cannot be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from draftfuse.errors import InvalidBatchError
+
+DECODE, PREFILL, PROPOSE = "decode", "prefill", "propose"
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """One captured batch: what it runs, at how many rows and tokens, for how many draft tokens.
+
+    ``decode`` runs draft steps 1..k-1, ``prefill`` draft step 0 of a uniform batch, ``propose`` both.
+    """
+
+    kind: str
+    num_reqs: int
+    num_tokens: int
+    num_steps: int
+    mode: str = "fused"
+
+    @property
+    def query_len(self) -> int:
+        """Query tokens of each request in the prefill."""
+        return self.num_tokens // self.num_reqs
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a call will run: the descriptors in order (none: eager), and the reason."""
+
+    prefill: Descriptor | None
+    decode: Descriptor | None
+    reason: str
+
+    @property
+    def launches(self) -> int:
+        """Graph launches (or compiled calls) of the call where everything runs fused."""
+        return len({d for d in (self.prefill, self.decode) if d is not None})
+
+
+@dataclass
+class Ladder:
+    """The request capacities of one compiled loop, and how many draft tokens it may draft."""
+
+    capacities: list[int]  # ascending
+    max_k: int
+    one_launch: bool = True
+    k_by_num_reqs: Mapping[int, int] = field(default_factory=dict)  # largest batch size -> k
+
+    @property
+    def query_len(self) -> int:
+        """Query tokens of a request in a uniform decode batch: K drafts and the token before them."""
+        return self.max_k + 1
+
+    def k_for(self, num_reqs: int) -> int:
+        """The number of draft tokens where a call names none."""
+        fitting = [size for size in sorted(self.k_by_num_reqs) if num_reqs <= size]
+        return self.k_by_num_reqs[fitting[0]] if fitting else self.max_k
+
+    def capacity_for(self, num_reqs: int) -> int:
+        """The smallest capacity that holds ``num_reqs`` rows.
+
+        Raises:
+            InvalidBatchError: none does.
+        """
+        for capacity in self.capacities:
+            if num_reqs <= capacity:
+                return capacity
+        todo = "Split the batch, or compile with a larger request capacity."
+        largest = f"at most {self.capacities[-1]} requests"
+        raise InvalidBatchError("no request capacity holds the batch", num_reqs, largest, todo)
+
+    def decide(self, num_reqs: int, num_tokens: int, k: int, max_query_len: int | None, rows: int = 0) -> Decision:
+        """The descriptors for one batch. ``rows`` is a floor on the capacity (the largest batch of all ranks)."""
+        if k == 0 or max(num_reqs, rows) == 0:
+            return Decision(None, None, "nothing to draft")
+        capacity = self.capacity_for(max(num_reqs, rows))
+        uniform = max_query_len == self.query_len and num_tokens == num_reqs * self.query_len
+        tokens = capacity * self.query_len
+        if uniform and self.one_launch:
+            both = Descriptor(PROPOSE, capacity, tokens, k)
+            return Decision(both, both, f"uniform batch of {self.query_len} tokens a request: one launch")
+        prefill = Descriptor(PREFILL, capacity, tokens, 1) if uniform else None
+        decode = Descriptor(DECODE, capacity, capacity, k) if k > 1 else None
+        why = "uniform batch, separate graphs" if uniform else "ragged batch: prefill runs eager"
+        return Decision(prefill, decode, why)
+
+    def descriptors(self, ks: list[int]) -> Iterator[Descriptor]:
+        """Everything that :meth:`decide` can return for ``ks``, largest first."""
+        for capacity in reversed(self.capacities):
+            tokens = capacity * self.query_len
+            for k in ks:
+                if self.one_launch and k > 0:
+                    yield Descriptor(PROPOSE, capacity, tokens, k)
+                if k > 1:
+                    yield Descriptor(DECODE, capacity, capacity, k)
+            if not self.one_launch and any(ks):
+                yield Descriptor(PREFILL, capacity, tokens, 1)

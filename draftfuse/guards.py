@@ -1,0 +1,122 @@
+"""Host decisions that a capture froze, and addresses that it holds: both are checked before every replay.
+
+The checks read host memory only. Addresses go through one call of torch for all storages together, and through the
+identity of the attributes that the loop read them from, so a rebound attribute is found like a moved storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftfuse import loop
+from draftfuse.errors import StaleAddressError
+from draftfuse.speculator import Guard
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """What guards may ask of a call without a device sync."""
+
+    num_reqs: int
+    num_tokens: int
+    max_seq_len: int
+
+
+def collect(spec: Any, num_reqs: int) -> list[Guard]:
+    """The guards of every builder for metadata built at ``num_reqs`` rows of the present inputs."""
+    builders = [g.builder for g in spec.attn_groups]
+    if not any(hasattr(b, "guards") for b in builders):
+        return []
+    metadata = loop.build_metadata(spec, spec.inputs.view(num_reqs, num_reqs), 1, {})
+    found: list[Guard] = []
+    for group in spec.attn_groups:
+        if hasattr(group.builder, "guards"):
+            found += group.builder.guards(metadata[group.layer_names[0]])
+    return found
+
+
+def broken(guards: Sequence[Guard], batch: HostBatch) -> list[str]:
+    """Names of the guards that do not hold for ``batch``, with what was frozen and what came."""
+    return [f"{g.name}: captured {g.value!r}, now {now!r}" for g in guards if not _holds(g, now := _current(g, batch))]
+
+
+def _current(guard: Guard, batch: HostBatch) -> Any:
+    return guard.source() if callable(guard.source) else getattr(batch, guard.source)
+
+
+def _holds(guard: Guard, now: Any) -> bool:
+    return bool(now <= guard.value if guard.kind == "at_most" else now == guard.value)
+
+
+@dataclass
+class Addresses:
+    """The storages that a graph's kernels point to, and the places that the loop read them from."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    pointers: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    places: list[tuple[Any, Any, Tensor, str]] = field(default_factory=list)  # (container, key, tensor, path)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], roots: Mapping[str, Any]) -> Addresses:
+        """Addresses of ``tensors``, given by the path that Dynamo read them from (``L['spec'].inputs.seq_lens``)."""
+        unique = {t.untyped_storage().data_ptr(): t for t in tensors.values()}
+        kept = list(unique.values())
+        places = [p for path, t in tensors.items() if (p := _place(path, t, roots)) is not None]
+        return cls(kept, [t.data_ptr() for t in kept], list(range(len(kept))), places)
+
+    def check(self) -> None:
+        """Raise :class:`StaleAddressError` if anything moved or was replaced since capture."""
+        if not _all_equal(self.tensors, self.pointers, self.indices):
+            moved = [tuple(t.shape) for t, p in zip(self.tensors, self.pointers, strict=True) if t.data_ptr() != p]
+            raise stale(f"tensors of shapes {moved}", "moved")
+        for container, key, tensor, path in self.places:
+            if container[key] is not tensor:
+                raise stale(path, "was replaced by another object")
+
+
+def _compare(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:
+    return [t.data_ptr() for t in tensors] == pointers
+
+
+# One call for all tensors in CUDA builds of torch; the CPU build has no such function.
+_all_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _compare)
+
+
+def stale(what: str, how: str) -> StaleAddressError:
+    """The error for memory that a captured graph would read at a dead address."""
+    todo = "Call recapture() on the compiled loop after weights or KV caches were loaded or moved."
+    return StaleAddressError(f"memory that the captured loop holds {how}", what, "the addresses of capture time", todo)
+
+
+def _place(path: str, tensor: Tensor, roots: Mapping[str, Any]) -> tuple[Any, Any, Tensor, str] | None:
+    """Container and key under which ``tensor`` is reachable now; None where the path is no plain chain."""
+    owner_path, key = split_path(path)
+    if not owner_path:
+        return None
+    try:
+        owner = eval(owner_path, {"__builtins__": {}}, {"L": roots})  # a path that Dynamo wrote, not user input
+    except (AttributeError, KeyError, IndexError, NameError, TypeError):
+        return None
+    container = owner if isinstance(owner, (list, dict, tuple)) else getattr(owner, "__dict__", {})
+    try:
+        return (container, key, tensor, path) if container[key] is tensor else None
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def split_path(path: str) -> tuple[str, Any]:
+    """``L['spec'].inputs.seq_lens`` -> (``L['spec'].inputs``, ``seq_lens``); ``x[0]`` -> (``x``, 0)."""
+    if path.endswith("]"):
+        start = path.rindex("[")
+        text = path[start + 1 : -1]
+        return path[:start], text.strip("'\"") if not text.lstrip("-").isdigit() else int(text)
+    owner, _, name = path.rpartition(".")
+    return owner, name
+
+

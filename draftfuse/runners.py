@@ -1,0 +1,198 @@
+"""Make and keep what runs: one runner a descriptor, built and captured on first use.
+
+A runner is made on fresh dummy inputs, while the live ones are saved, so making one in the middle of serving changes
+nothing. What cannot be fused runs split with a reason in the report, or raises where fusing was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from draftfuse import loop
+from draftfuse.build import Settings, build
+from draftfuse.dispatch import DECODE, PREFILL, PROPOSE, Descriptor, Ladder
+from draftfuse.errors import CaptureError, DraftfuseError, NotFusableError, UnstableMetadataError, UntraceableLoopError
+from draftfuse.graphs import Captured, capture
+from draftfuse.guards import Addresses, collect
+from draftfuse.lowering.emit import Bound, Emission
+from draftfuse.lowering.workspace import Workspace
+from draftfuse.report import Report
+from draftfuse.speculator import Guard
+from draftfuse.split import SplitLoop
+from draftfuse.state import Saved, fill_dummy, persistent_tensors
+
+MAX_GUARDED = 8  # split loops kept for host values other than the captured ones
+
+
+@dataclass
+class Runner:
+    """Something that runs one descriptor, and what must hold before it may."""
+
+    launch: Callable[[], None]  # the replay, or the call of generated code
+    counts: dict[str, int]  # what one launch adds to the report's counters
+    guards: list[Guard] = field(default_factory=list)
+    addresses: Addresses = field(default_factory=Addresses)
+    bare: Callable[[], None] | None = None  # the same work without a graph of our own, inside a caller's capture
+    kept: Any = None  # graphs and tensors that must outlive the runner
+    num_bytes: int = 0
+
+
+class Runners:
+    """All runners of one compiled loop."""
+
+    def __init__(self, spec: Any, ladder: Ladder, mode: str, cudagraph: bool, pool: Any, settings: Settings, report: Report) -> None:
+        self.spec, self.ladder, self.mode, self.cudagraph = spec, ladder, mode, cudagraph
+        self.pool, self.settings, self.report = pool, settings, report
+        self.workspace = Workspace()
+        self.made: dict[Descriptor, Runner] = {}
+        self._emissions: dict[tuple[str, int, int | None], Emission] = {}
+        self._guarded: dict[tuple[Any, ...], Runner] = {}
+
+    def get(self, descriptor: Descriptor) -> Runner:
+        """The runner of ``descriptor``; building it leaves inputs and slots as they were."""
+        if descriptor not in self.made:
+            self.made[descriptor] = self._on_dummies(descriptor, lambda: self._make(descriptor))
+        return self.made[descriptor]
+
+    def split_for(self, descriptor: Descriptor, host_values: tuple[Any, ...]) -> Runner:
+        """A split runner for host values that a fused capture does not cover (bounded cache)."""
+        key = (descriptor, *host_values)
+        if key not in self._guarded:
+            while len(self._guarded) >= MAX_GUARDED:
+                self._guarded.pop(next(iter(self._guarded)))
+            self._guarded[key] = self._on_dummies(descriptor, lambda: self._split(descriptor))
+        return self._guarded[key]
+
+    def chained_split(self, descriptor: Descriptor, host_values: tuple[Any, ...]) -> Runner:
+        """The same for a descriptor with a prefill: that runs eager, at the same padded rows."""
+        prefill = self._eager(Descriptor(PREFILL, descriptor.num_reqs, descriptor.num_tokens, 1))
+        if descriptor.num_steps <= 1:
+            return prefill
+        rows = descriptor.num_reqs
+        return self._chain(prefill, self.split_for(Descriptor(DECODE, rows, rows, descriptor.num_steps), host_values))
+
+    def clear(self) -> None:
+        """Drop every graph and all code."""
+        for store in (self.made, self._emissions, self._guarded):
+            store.clear()
+
+    def _on_dummies(self, descriptor: Descriptor, make: Callable[[], Runner]) -> Runner:
+        saved = Saved(persistent_tensors(self.spec))
+        try:
+            self._fill(descriptor)
+            return make()
+        finally:
+            saved.restore()
+
+    def _fill(self, descriptor: Descriptor) -> None:
+        fill_dummy(self.spec, descriptor.num_reqs, descriptor.query_len)
+
+    def _make(self, descriptor: Descriptor) -> Runner:
+        if self.mode == "eager" or (self.mode == "split" and descriptor.kind == PREFILL):
+            return self._eager(descriptor)
+        if self.mode == "split":
+            return self._split(descriptor)
+        reason, cause = self._host_planned(), None
+        if reason is None:
+            try:
+                return self._fused(descriptor)
+            except (UntraceableLoopError, UnstableMetadataError) as error:
+                if descriptor.kind == DECODE and not getattr(error, "in_builder", True):
+                    raise
+                reason, cause = f"it cannot be traced: {error.came}", error
+        return self._fall_back(descriptor, reason, cause)
+
+    def _fall_back(self, descriptor: Descriptor, reason: str, cause: DraftfuseError | None) -> Runner:
+        if descriptor.kind == DECODE:
+            if self.mode == "fused":
+                todo = "Offer refresh() made of registered operators, or use mode='auto'."
+                raise NotFusableError("the loop cannot be fused", reason, "traceable metadata", todo) from cause
+            self.report.fall_back("decode", "split", reason)
+            return self._split(descriptor)
+        self.report.fall_back("prefill", "eager", reason)
+        prefill = self._eager(Descriptor(PREFILL, descriptor.num_reqs, descriptor.num_tokens, 1))
+        if descriptor.kind == PREFILL or descriptor.num_steps <= 1:
+            return prefill
+        rows = descriptor.num_reqs
+        return self._chain(prefill, self.get(Descriptor(DECODE, rows, rows, descriptor.num_steps)))
+
+    def _chain(self, first: Runner, second: Runner) -> Runner:
+        """Eager prefill, then whatever runs the decode steps."""
+
+        def launch() -> None:
+            first.launch()
+            second.launch()
+
+        return Runner(launch, first.counts | second.counts, second.guards, second.addresses, kept=(first, second))
+
+    def _host_planned(self) -> str | None:
+        for index, group in enumerate(self.spec.attn_groups):
+            if getattr(group.builder, "refresh_kind", None) == "host-planned":
+                return f"attn_groups[{index}] ({type(group.builder).__name__}) plans each step on the host"
+        return None
+
+    def _eager(self, descriptor: Descriptor) -> Runner:
+        function, args = loop_of(descriptor)
+        counts = {"eager steps": descriptor.num_steps - 1} if descriptor.kind != PREFILL else {"eager prefills": 1}
+        return Runner(lambda: function(self.spec, *args), counts)
+
+    def _split(self, descriptor: Descriptor) -> Runner:
+        split = SplitLoop(self.spec, descriptor.num_steps, descriptor.num_reqs, self.settings)
+        self.report.builds += split.reports
+        if self.cudagraph:
+            split.launch = [self._capture(bound, descriptor).replay for bound in split.steps]
+        counter = "graph replays" if self.cudagraph else "compiled calls"
+        return Runner(split.run, {counter: descriptor.num_steps - 1}, kept=split)
+
+    def _fused(self, descriptor: Descriptor) -> Runner:
+        emission = self._emission(descriptor)
+        bound = emission.bind(descriptor.num_reqs, self.workspace)
+        frozen = collect(self.spec, descriptor.num_reqs)
+        addresses = Addresses.of(emission.sources, {"spec": self.spec})
+        if not self.cudagraph:
+            bound.run()  # the first call of generated code loads it
+            return Runner(bound.run, {"compiled calls": 1}, frozen, addresses, bound.run, bound)
+        captured = self._capture(bound, descriptor)
+        counts = {"graph replays": 1}
+        return Runner(captured.replay, counts, frozen, addresses, bound.run, captured, captured.num_bytes)
+
+    def _capture(self, bound: Bound, descriptor: Descriptor) -> Captured:
+        if torch.cuda.is_current_stream_capturing():
+            todo = "Call decode() or capture() once before the capture begins."
+            raise CaptureError("the loop is not built yet", "a first call inside a capture", "a warm-up call", todo)
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        return capture(bound.run, lambda: self._fill(descriptor), bound.tensors, self.pool)
+
+    def _emission(self, descriptor: Descriptor) -> Emission:
+        """Code for the descriptor: symbolic above one row where its guards allow it, else for this capacity alone."""
+        capacity = descriptor.num_reqs
+        if capacity > 1:
+            emission = self._build(descriptor, None, hint=max(2, self.ladder.capacities[-1] - 1))
+            if emission.guards_hold(capacity):
+                return emission
+        return self._build(descriptor, capacity, hint=capacity)
+
+    def _build(self, descriptor: Descriptor, num_reqs: int | None, hint: int) -> Emission:
+        key = (descriptor.kind, descriptor.num_steps, num_reqs)
+        if key not in self._emissions:
+            function, args = loop_of(descriptor)
+            arguments = (self.spec, hint, *args[1:], *([] if descriptor.kind == PREFILL else [loop.graph_tap]))
+            emission, report = build(function, arguments, descriptor, num_reqs, self.settings)
+            self._emissions[key] = emission
+            self.report.builds.append(report)
+        return self._emissions[key]
+
+
+def loop_of(descriptor: Descriptor) -> tuple[Callable[..., None], tuple[int, ...]]:
+    """The Python loop that a descriptor stands for, and its arguments behind the speculator."""
+    rows, steps, query_len = descriptor.num_reqs, descriptor.num_steps, descriptor.query_len
+    if descriptor.kind == DECODE:
+        return loop.decode_loop, (rows, steps)
+    if descriptor.kind == PROPOSE:
+        return loop.propose_loop, (rows, query_len, steps)
+    return loop.prefill_loop, (rows, query_len)
