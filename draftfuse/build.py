@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import fx
 
 from draftfuse import passes
 from draftfuse.dispatch import Descriptor
-from draftfuse.errors import UnsafeLoopError
+from draftfuse.errors import EmissionError, UnsafeLoopError
 from draftfuse.lowering.effects import hidden_reads
 from draftfuse.lowering.emit import Emission, emit
 from draftfuse.lowering.generated import register_refresh
@@ -26,42 +26,61 @@ class Settings:
     """What a build depends on beside the speculator."""
 
     compiler: str = "inductor"
+    emission: str = "segments"
     disable: Collection[str] = ()
     dump: str | Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
     progress: Callable[[str], None] = lambda text: None
+    inspect: Callable[[Trace], None] = lambda traced: None  # the lint of a traced loop
 
 
 def build(
     function: Callable[..., None], args: tuple[Any, ...], descriptor: Descriptor, num_reqs: int | None, settings: Settings
 ) -> tuple[Emission, BuildReport]:
-    """Build ``function(*args)`` for ``num_reqs`` rows; None makes the argument ``num_reqs`` the one size symbol."""
+    """Build ``function(*args)`` for ``num_reqs`` rows; None makes the argument ``num_reqs`` the one size symbol.
+
+    An emission of the whole graph that fails its check is replaced by segments, with the evidence in the report.
+    """
     start = time.perf_counter()
     traced = trace(function, args, "num_reqs" if num_reqs is None else None)
     seconds = time.perf_counter() - start
-    return finish(traced, descriptor.num_steps, num_reqs, seconds, settings, descriptor.kind)
+    try:
+        return finish(traced, descriptor.num_steps, num_reqs, seconds, settings, descriptor.kind)
+    except EmissionError as error:
+        if settings.emission == "segments":
+            raise
+        emission, report = build(function, args, descriptor, num_reqs, replace(settings, emission="segments"))
+        report.refused = str(error)
+        return emission, report
 
 
 def finish(
     traced: Trace, k: int, num_reqs: int | None, trace_seconds: float, settings: Settings, kind: str = "step"
 ) -> tuple[Emission, BuildReport]:
     """Passes and emission of a traced loop, and the report on both."""
+    settings.inspect(traced)
     refuse_outputs(traced)
     steps = passes.pipeline(register=register_refresh, hidden_reads=hidden_reads)
-    done = passes.run(traced.graph, steps, disable=settings.disable, dump=settings.dump)
+    whole = settings.emission == "whole" and settings.compiler == "inductor"
+    # In a whole graph the refresh stays values: Inductor fuses it with what reads it.
+    disable = {*settings.disable, "lower_metadata_refresh"} if whole else settings.disable
+    done = passes.run(traced.graph, steps, disable=disable, dump=settings.dump)
     emission = emit(
         traced.graph,
         traced.fake_mode,
         traced.tensors,
         compiler=settings.compiler,
+        emission=settings.emission,
         options=settings.options,
         progress=settings.progress,
     )
-    return emission, report_on(emission, k, num_reqs, done, trace_seconds, kind)
+    report = report_on(emission, k, num_reqs, done, trace_seconds, kind, settings)
+    report.baked = traced.baked
+    return emission, report
 
 
 def report_on(
-    emission: Emission, k: int, num_reqs: int | None, done: list[passes.PassReport], trace_seconds: float, kind: str
+    emission: Emission, k: int, num_reqs: int | None, done: list[passes.PassReport], trace_seconds: float, kind: str, settings: Settings
 ) -> BuildReport:
     """What a build came to."""
     items = emission.program.items
@@ -76,6 +95,7 @@ def report_on(
         opaque_calls=sum(isinstance(i, fx.Node) for i in items),
         trace_seconds=trace_seconds,
         compile_seconds=emission.seconds,
+        emission=settings.emission,
     )
 
 

@@ -25,6 +25,7 @@ def compile(
     pool: Any = None,
     disable: Collection[str] = (),
     dump: str | Path | None = None,
+    emission: str = "segments",
     one_launch: bool = True,
     k_by_num_reqs: Mapping[int, int] | None = None,
     graph_memory_budget: int | None = None,
@@ -42,6 +43,8 @@ def compile(
         pool: a CUDA graph memory pool to share.
         disable: names of passes to leave out.
         dump: a folder for the graph after each pass.
+        emission: ``"segments"`` compiles equal pieces once; ``"whole"`` gives Inductor the whole graph, which takes
+            compile time linear in k, and is replaced by segments where its check finds a fault.
         one_launch: prefill and decode of a uniform batch in one graph; False keeps two.
         k_by_num_reqs: how many tokens to draft by batch size (largest batch size -> k) where a call names no k.
         graph_memory_budget: bytes that captured graphs may take; capacities that do not fit are left out.
@@ -55,6 +58,7 @@ def compile(
     """
     validate.check_option("mode", mode, validate.MODES)
     validate.check_option("compiler", compiler, validate.COMPILERS)
+    validate.check_option("emission", emission, ("segments", "whole"))
     validate.check_speculator(speculator)
     _check_passes(disable)
     largest = speculator.num_speculative_tokens
@@ -65,7 +69,7 @@ def compile(
     validate.check_budget(graph_memory_budget)
     mode, disabled = ("eager", True) if os.environ.get("DRAFTFUSE_DISABLE") == "1" else (mode, False)
     ladder = Ladder(capacities, largest, one_launch and mode in ("auto", "fused"), table)
-    settings = Settings(compiler=compiler, disable=frozenset(disable), dump=dump)
+    settings = Settings(compiler=compiler, emission=emission, disable=frozenset(disable), dump=dump)
     fused = FusedDraft(speculator, ladder, mode, cudagraph, pool, settings)
     fused.graph_memory_budget = graph_memory_budget
     if disabled:

@@ -56,6 +56,9 @@ class UntraceableLoopError(DraftfuseError):
 class UnsafeLoopError(DraftfuseError):
     """The traced loop does something that a captured graph would freeze or lose."""
 
+    in_builder: bool = False  # only metadata builders do it, so the loop can still run split
+    finding: object = None  # the lint's finding behind it
+
 
 class UnstableMetadataError(DraftfuseError):
     """A metadata builder returns another type or other fields from one draft step to the next."""

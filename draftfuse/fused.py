@@ -164,7 +164,7 @@ class FusedDraft:
         """Pad, check, launch, count."""
         runner = self.runners.get(descriptor)
         runner.addresses.check()
-        failed = guards.broken(runner.guards, host)
+        failed = guards.broken(runner.guards, host) + runner.scalars.broken()
         if failed:
             runner = self._split_instead(descriptor, failed)
         pad(self.spec.inputs, num_reqs, descriptor.num_reqs, descriptor.query_len)

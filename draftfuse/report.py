@@ -36,6 +36,8 @@ class BuildReport:
     trace_seconds: float
     compile_seconds: float
     emission: str = "segments"
+    baked: dict[str, Any] = field(default_factory=dict)  # host values that the trace took, by Dynamo's path
+    refused: str = ""  # why another emission was built instead of the one asked for
 
 
 @dataclass
@@ -78,5 +80,6 @@ def explain_build(build: BuildReport) -> list[str]:
         f"{build.kind} k={build.k}, {rows}: {build.segments} segments ({build.unique_segments} distinct), "
         f"{build.opaque_calls} opaque calls; traced in {build.trace_seconds:.1f} s, compiled in {build.compile_seconds:.1f} s"
     )
+    head += f"\n  refused: {build.refused}" if build.refused else ""
     width = max((len(p.name) for p in build.passes), default=0)
     return [head, *(f"  {p.name:<{width}}  {p.rewrites:>4} rewrites  {p.nodes:>5} nodes left" for p in build.passes)]

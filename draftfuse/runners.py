@@ -7,18 +7,20 @@ nothing. What cannot be fused runs split with a reason in the report, or raises 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from draftfuse import loop
+from draftfuse.baked import ScalarGuards, plain
 from draftfuse.build import Settings, build
 from draftfuse.dispatch import DECODE, PREFILL, PROPOSE, Descriptor, Ladder
-from draftfuse.errors import CaptureError, DraftfuseError, NotFusableError, UnstableMetadataError, UntraceableLoopError
+from draftfuse.errors import CaptureError, DraftfuseError, NotFusableError, UnsafeLoopError, UnstableMetadataError, UntraceableLoopError
 from draftfuse.graphs import Captured, capture
 from draftfuse.guards import Addresses, collect
 from draftfuse.lowering.emit import Bound, Emission
+from draftfuse.lint import Inspector
 from draftfuse.lowering.workspace import Workspace
 from draftfuse.report import Report
 from draftfuse.speculator import Guard
@@ -36,6 +38,7 @@ class Runner:
     counts: dict[str, int]  # what one launch adds to the report's counters
     guards: list[Guard] = field(default_factory=list)
     addresses: Addresses = field(default_factory=Addresses)
+    scalars: ScalarGuards = field(default_factory=ScalarGuards)
     bare: Callable[[], None] | None = None  # the same work without a graph of our own, inside a caller's capture
     kept: Any = None  # graphs and tensors that must outlive the runner
     num_bytes: int = 0
@@ -46,10 +49,13 @@ class Runners:
 
     def __init__(self, spec: Any, ladder: Ladder, mode: str, cudagraph: bool, pool: Any, settings: Settings, report: Report) -> None:
         self.spec, self.ladder, self.mode, self.cudagraph = spec, ladder, mode, cudagraph
-        self.pool, self.settings, self.report = pool, settings, report
+        self.pool, self.report = pool, report
+        self.inspector = Inspector(spec, report.findings)
+        self.settings = replace(settings, inspect=self.inspector.after)
         self.workspace = Workspace()
         self.made: dict[Descriptor, Runner] = {}
         self._emissions: dict[tuple[str, int, int | None], Emission] = {}
+        self._scalars: dict[int, ScalarGuards] = {}  # by the emission's id, which _emissions keeps alive
         self._guarded: dict[tuple[Any, ...], Runner] = {}
 
     def get(self, descriptor: Descriptor) -> Runner:
@@ -99,11 +105,12 @@ class Runners:
         reason, cause = self._host_planned(), None
         if reason is None:
             try:
+                self.inspector.before(descriptor)
                 return self._fused(descriptor)
-            except (UntraceableLoopError, UnstableMetadataError) as error:
+            except (UntraceableLoopError, UnstableMetadataError, UnsafeLoopError) as error:
                 if descriptor.kind == DECODE and not getattr(error, "in_builder", True):
                     raise
-                reason, cause = f"it cannot be traced: {error.came}", error
+                reason, cause = f"{error.what}: {error.came}", error
         return self._fall_back(descriptor, reason, cause)
 
     def _fall_back(self, descriptor: Descriptor, reason: str, cause: DraftfuseError | None) -> Runner:
@@ -127,7 +134,8 @@ class Runners:
             first.launch()
             second.launch()
 
-        return Runner(launch, first.counts | second.counts, second.guards, second.addresses, kept=(first, second))
+        counts = first.counts | second.counts
+        return Runner(launch, counts, second.guards, second.addresses, second.scalars, kept=(first, second))
 
     def _host_planned(self) -> str | None:
         for index, group in enumerate(self.spec.attn_groups):
@@ -143,22 +151,24 @@ class Runners:
     def _split(self, descriptor: Descriptor) -> Runner:
         split = SplitLoop(self.spec, descriptor.num_steps, descriptor.num_reqs, self.settings)
         self.report.builds += split.reports
+        scalars = self._bake({path: value for r in split.reports for path, value in r.baked.items()})
         if self.cudagraph:
             split.launch = [self._capture(bound, descriptor).replay for bound in split.steps]
         counter = "graph replays" if self.cudagraph else "compiled calls"
-        return Runner(split.run, {counter: descriptor.num_steps - 1}, kept=split)
+        return Runner(split.run, {counter: descriptor.num_steps - 1}, scalars=scalars, kept=split)
 
     def _fused(self, descriptor: Descriptor) -> Runner:
         emission = self._emission(descriptor)
+        scalars = self._scalars[id(emission)]
         bound = emission.bind(descriptor.num_reqs, self.workspace)
         frozen = collect(self.spec, descriptor.num_reqs)
         addresses = Addresses.of(emission.sources, {"spec": self.spec})
         if not self.cudagraph:
             bound.run()  # the first call of generated code loads it
-            return Runner(bound.run, {"compiled calls": 1}, frozen, addresses, bound.run, bound)
+            return Runner(bound.run, {"compiled calls": 1}, frozen, addresses, scalars, bound.run, bound)
         captured = self._capture(bound, descriptor)
         counts = {"graph replays": 1}
-        return Runner(captured.replay, counts, frozen, addresses, bound.run, captured, captured.num_bytes)
+        return Runner(captured.replay, counts, frozen, addresses, scalars, bound.run, captured, captured.num_bytes)
 
     def _capture(self, bound: Bound, descriptor: Descriptor) -> Captured:
         if torch.cuda.is_current_stream_capturing():
@@ -184,8 +194,14 @@ class Runners:
             arguments = (self.spec, hint, *args[1:], *([] if descriptor.kind == PREFILL else [loop.graph_tap]))
             emission, report = build(function, arguments, descriptor, num_reqs, self.settings)
             self._emissions[key] = emission
+            self._scalars[id(emission)] = self._bake(report.baked)
             self.report.builds.append(report)
         return self._emissions[key]
+
+    def _bake(self, values: dict[str, Any]) -> ScalarGuards:
+        """List host values that a trace took in the report, and guard those that can change."""
+        self.report.baked |= {plain(path): value for path, value in values.items()}
+        return ScalarGuards.of(values, {"spec": self.spec})
 
 
 def loop_of(descriptor: Descriptor) -> tuple[Callable[..., None], tuple[int, ...]]:

@@ -21,6 +21,8 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from draftfuse import python_state
+from draftfuse.baked import taken
 from draftfuse.errors import DraftfuseError, SourceLine, UntraceableLoopError
 from draftfuse.passes import ir
 
@@ -36,6 +38,8 @@ class Trace:
     hint: int = 0
     outputs: int = 0  # values that would leave the loop: each is a fault
     output_nodes: list[fx.Node] = field(default_factory=list)
+    front: fx.Graph | None = None  # Dynamo's own graph, for the lint
+    baked: dict[str, Any] = field(default_factory=dict)  # host values that the trace took, by path
 
     @property
     def graph(self) -> fx.Graph:
@@ -50,9 +54,11 @@ def trace(loop: Callable[..., None], args: tuple[Any, ...], symbolic: str | None
         UntraceableLoopError: Dynamo cannot trace a statement; the message has the user's line.
     """
     box: dict[str, Any] = {}
+    state = python_state.snapshot(*args)
     # Dynamo keeps compiled code by code object: a fresh one leaves nothing behind for the next trace.
     fresh = types.FunctionType(loop.__code__.replace(), loop.__globals__, loop.__name__, loop.__defaults__)
-    backend = _Backend(box)
+    names = loop.__code__.co_varnames[: loop.__code__.co_argcount]
+    backend = _Backend(box, dict(zip(names, args, strict=False)), loop.__globals__)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_dynamic_sources(f"L['{symbolic}']" if symbolic else ""))
@@ -63,6 +69,8 @@ def trace(loop: Callable[..., None], args: tuple[Any, ...], symbolic: str | None
             raise
         except (dynamo_exc.TorchDynamoException, RuntimeError) as error:
             raise untraceable(error) from error
+        finally:
+            state.restore()  # Dynamo replays what the loop did in Python
     if "trace" not in box:
         return empty_trace()
     traced: Trace = box["trace"]
@@ -84,11 +92,12 @@ def empty_trace() -> Trace:
 class _Backend:
     """Dynamo backend that keeps the graph; the callable that it returns keeps the live arguments and runs nothing."""
 
-    def __init__(self, box: dict[str, Any]) -> None:
-        self.box = box
+    def __init__(self, box: dict[str, Any], roots: dict[str, Any], module_globals: dict[str, Any]) -> None:
+        self.box, self.roots, self.module_globals = box, roots, module_globals
 
     def __call__(self, module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self.box["trace"] = normalise(module, example_inputs)
+        self.box["trace"].baked = taken(self.roots, self.module_globals)
         outputs = module.graph.output_node().args[0]
         assert isinstance(outputs, (list, tuple))
 
@@ -108,7 +117,7 @@ def normalise(module: fx.GraphModule, example_inputs: list[Any]) -> Trace:
     with fx_traceback.preserve_node_meta(), mode:
         flat = make_fx(fx.Interpreter(module).run)(*fakes)
     clean(flat.graph)
-    traced = Trace(flat, {}, mode)
+    traced = Trace(flat, {}, mode, front=module.graph)
     name_placeholders(module, flat)
     for node in ir.placeholders(flat.graph):
         if isinstance(ir.value(node), torch.SymInt):
@@ -121,13 +130,11 @@ def normalise(module: fx.GraphModule, example_inputs: list[Any]) -> Trace:
 
 def clean(graph: fx.Graph) -> None:
     """Bring make_fx's graph into the IR's form: no result of a mutation is used, places are plain metadata."""
+    ir.undo_renames(graph)
     behind: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         custom = node.meta.get("custom") or {}
         node.meta["phase"], node.meta["draft_step"] = custom.get("phase", ""), custom.get("draft_step")
-        targets = ir.written(node)
-        if len(targets) == 1 and node.users:
-            node.replace_all_uses_with(targets[0])
         if node.target is torch.ops.aten.detach.default:
             node.replace_all_uses_with(node.args[0])
         if node.target is operator.getitem:

@@ -11,7 +11,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import fx
+
 from draftfuse.lowering.hook import sources_hash
+from draftfuse.passes import ir
 
 try:  # torch >= 2.13 asks for this class, else it bypasses its cache
     from torch._inductor.custom_graph_pass import CustomSchedulerPass as _Base
@@ -29,8 +33,12 @@ class SchedulerCheck(_Base):  # type: ignore[misc]
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         self.ran = True
-        self.findings = find_faults(nodes)
+        self.findings = self.find(nodes)
         return nodes
+
+    def find(self, nodes: list[Any]) -> list[str]:
+        """Faults of one segment."""
+        return find_faults(nodes)
 
     def uuid(self) -> str:
         """The check changes no code: one identity for each version of it."""
@@ -58,7 +66,7 @@ def verdict_file(key: str) -> Path:
     return Path(cache_dir()) / "draftfuse" / f"{sources_hash()[:16]}-{key[:32]}.json"
 
 
-def find_faults(nodes: list[Any]) -> list[str]:
+def find_faults(nodes: list[Any], several_writes: bool = False) -> list[str]:
     """Faults in a list of Inductor scheduler nodes, one sentence each."""
     made = {buffer.get_name() for node in nodes for buffer in node.get_outputs()}
     faults: list[str] = []
@@ -69,5 +77,65 @@ def find_faults(nodes: list[Any]) -> list[str]:
                 writes[target] += 1
                 if target in made:
                     faults.append(f"{node.get_name()} writes the temporary {target}, not a buffer of the caller")
-    faults += [f"{name} is written {times} times" for name, times in writes.items() if times > 1]
+    if not several_writes:
+        faults += [f"{name} is written {times} times" for name, times in writes.items() if times > 1]
     return faults
+
+
+class VersionCheck(SchedulerCheck):
+    """The check of a whole graph: beside writes in place, every read must see the version that program order gives."""
+
+    def find(self, nodes: list[Any]) -> list[str]:
+        """Faults of the whole graph."""
+        from torch._inductor.virtualized import V
+
+        return find_faults(nodes, several_writes=True) + find_stale_reads(nodes, list(V.graph.module.graph.nodes))
+
+
+def find_stale_reads(scheduled: list[Any], program: list[fx.Node]) -> list[str]:
+    """Kernels that read another version of a buffer than the operators that they compute would, in program order."""
+    expected = expected_versions(program)
+    done: Counter[str] = Counter()
+    faults: list[str] = []
+    for node in scheduled:
+        reads = {real_name(dep.name) for dep in node.read_writes.reads}
+        for origin in getattr(node.node, "origins", ()):
+            for name, version in expected.get(origin, {}).items():
+                if name in reads and done[name] != version:
+                    faults.append(f"{node.get_name()} reads version {done[name]} of {name}, {origin.name} needs {version}")
+        for name in written_names(node):
+            done[name] += 1
+    return faults
+
+
+def expected_versions(program: list[fx.Node]) -> dict[fx.Node, dict[str, int]]:
+    """For each operator, how often each placeholder that it reads was written before it."""
+    owners = {ir.storage(n): n.name for n in program if n.op == "placeholder" and ir.is_tensor(n)}
+    versions: Counter[str] = Counter()
+    expected: dict[fx.Node, dict[str, int]] = {}
+    for node in (n for n in program if n.op == "call_function"):
+        if not ir.is_view(node):
+            reads = [a for a in node.all_input_nodes if ir.storage(a) in owners and not is_overwritten(node, a)]
+            expected[node] = {owners[ir.storage(a)]: versions[owners[ir.storage(a)]] for a in reads}
+        for target in ir.written(node):
+            if ir.storage(target) in owners:
+                versions[owners[ir.storage(target)]] += 1
+    return expected
+
+
+def is_overwritten(node: fx.Node, arg: fx.Node) -> bool:
+    """Whether ``node`` writes ``arg`` without reading it."""
+    return node.target is torch.ops.aten.copy_.default and node.args[0] is arg
+
+
+def written_names(node: Any) -> list[str]:
+    """Graph inputs that a scheduler node writes."""
+    return [real_name(name) for buffer in node.get_outputs() for name in buffer.get_mutations()]
+
+
+def real_name(name: str) -> str:
+    """The buffer that a renamed version stands for."""
+    from torch._inductor.virtualized import V
+
+    renames = getattr(V.graph.scheduler, "mutation_real_name", {})
+    return str(renames.get(name, name))

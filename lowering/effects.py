@@ -39,6 +39,14 @@ def register_effects(op: Any, reads: Tensors = (), writes: Tensors = ()) -> None
         _EFFECTS[overload] = (reads, writes)
 
 
+def declared(op: OpOverload) -> tuple[list[Tensor], list[Tensor]] | None:
+    """The tensors that ``op`` reads and writes beyond its arguments; None if nobody has said."""
+    if op not in _EFFECTS:
+        return None
+    reads, writes = ([*(t() if callable(t) else t)] for t in _EFFECTS[op])
+    return reads, writes
+
+
 def storages(tensors: Tensors) -> set[int]:
     """Storage identities of declared tensors."""
     found = tensors() if callable(tensors) else tensors

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from draftfuse.errors import EmissionError
 from draftfuse.lowering.partition import Partition, Segment, partition
 from draftfuse.lowering.segment import Compiled, Extracted, compile_segment, extract, extract_refresh, holds
+from draftfuse.lowering.whole import compile_whole, extract_whole
 from draftfuse.lowering.workspace import Workspace
 from draftfuse.passes import ir
 
@@ -98,21 +99,35 @@ def emit(
     tensors: dict[str, Tensor],
     *,
     compiler: str,
+    emission: str = "segments",
     options: dict[str, Any] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Emission:
-    """Generate code for ``graph``; ``compiler`` is ``"inductor"`` or ``"none"`` (every operator as it stands).
+    """Generate code for ``graph``.
+
+    Args:
+        compiler: ``"inductor"`` or ``"none"`` (every operator as it stands).
+        emission: ``"segments"``, or ``"whole"``: all of the graph through Inductor at once.
 
     Raises:
         EmissionError: the generated code would write a persistent buffer late or elsewhere.
     """
     start = time.perf_counter()
     symbol = next((n for n in ir.placeholders(graph) if isinstance(ir.value(n), torch.SymInt)), None)
-    emission = Emission(graph, fake_mode, tensors, symbol, partition(graph))
-    if compiler == "inductor":
-        _compile_segments(emission, options or {}, progress)
-    emission.seconds = time.perf_counter() - start
-    return emission
+    whole = compiler == "inductor" and emission == "whole"
+    made = Emission(graph, fake_mode, tensors, symbol, _one_item(graph) if whole else partition(graph))
+    if whole:
+        made.extracted[0] = extract_whole(graph)
+        made.calls[0] = _refuse_faults(compile_whole(made.extracted[0], fake_mode, options or {}))
+        made.unique = 1
+    elif compiler == "inductor":
+        _compile_segments(made, options or {}, progress)
+    made.seconds = time.perf_counter() - start
+    return made
+
+
+def _one_item(graph: fx.Graph) -> Partition:
+    return Partition([], [Segment([n for n in graph.nodes if n.op == "call_function"])])
 
 
 def _compile_segments(emission: Emission, options: dict[str, Any], progress: Callable[[str], None]) -> None:
@@ -125,7 +140,7 @@ def _compile_segments(emission: Emission, options: dict[str, Any], progress: Cal
         identity = (extracted.key, repr(sorted(options.items())))
         if identity not in _COMPILED:
             progress(f"segment {len(keys)}: {len(extracted.module.graph.nodes)} nodes")
-            _COMPILED[identity] = _compile_checked(extracted, emission.fake_mode, options)
+            _COMPILED[identity] = _refuse_faults(compile_segment(extracted, emission.fake_mode, options))
         emission.calls[index], emission.extracted[index] = _COMPILED[identity], extracted
     emission.unique = len(keys)
 
@@ -136,14 +151,13 @@ def _extract_item(item: Segment | fx.Node, symbol: fx.Node | None) -> Extracted 
     return extract_refresh(item, symbol) if "body" in item.meta else None
 
 
-def _compile_checked(extracted: Extracted, fake_mode: Any, options: dict[str, Any]) -> Compiled:
-    compiled = compile_segment(extracted, fake_mode, options)
+def _refuse_faults(compiled: Compiled) -> Compiled:
     if compiled.findings:
         raise EmissionError(
-            "generated code does not write its persistent buffers in place",
+            "generated code does not treat persistent buffers as the loop does",
             "; ".join(compiled.findings),
-            "each store to go straight into its buffer, once",
-            "Use compiler='none', and report the loop.",
+            "each store in place and each read of the version that program order gives it",
+            "Use emission='segments' or compiler='none', and report the loop.",
         )
     return compiled
 

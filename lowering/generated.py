@@ -47,3 +47,15 @@ def _define(name: str, body: fx.GraphModule) -> None:
     _LIBRARY.impl(name, run, "CUDA")
     _LIBRARY.impl(name, fake, "Meta")
     _DEFINED[name] = body
+
+
+def register_wrapper(operator: OpOverload) -> OpOverload:
+    """An operator of draftfuse's own with the schema of ``operator``, which it calls."""
+    schema = operator._schema
+    name = f"call_{schema.name.replace('::', '_')}_{schema.overload_name or 'default'}"
+    if not hasattr(torch.ops.draftfuse_gen, name):
+        _LIBRARY.define(name + str(schema)[str(schema).index("(") :])
+        for key in ("CPU", "CUDA", "Meta"):
+            _LIBRARY.impl(name, operator, key)
+    wrapper: OpOverload = getattr(torch.ops.draftfuse_gen, name).default
+    return wrapper

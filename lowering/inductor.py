@@ -21,10 +21,9 @@ DEFAULT_OPTIONS: dict[str, Any] = {"triton.cudagraphs": False, "triton.cudagraph
 
 
 def compile_graph(
-    module: fx.GraphModule, fakes: Sequence[Any], static: Sequence[int], key: str, options: dict[str, Any]
+    module: fx.GraphModule, fakes: Sequence[Any], static: Sequence[int], check: SchedulerCheck, options: dict[str, Any]
 ) -> tuple[Callable[[list[Any]], Sequence[Any]], list[str]]:
     """Compile a decomposed graph; returns a callable that takes a list, and what the check of its code found."""
-    check = SchedulerCheck(key)
     hooks = {"post_grad_custom_post_pass": post_grad_pass, "_pre_fusion_custom_pass": check}
     patches = {**DEFAULT_OPTIONS, **hooks, **options}
     compiled = _compile(module, fakes, static, patches)

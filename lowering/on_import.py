@@ -15,19 +15,14 @@ _WAITING: dict[str, list[Callback]] = {}
 
 def on_import(name: str, callback: Callback) -> None:
     """Call ``callback(module)`` now if module ``name`` is imported, else right after it is; the same one only once."""
-    module = sys.modules.get(name)
-    if module is not None and not _is_loading(module):
-        callback(module)
+    if name in sys.modules and name not in _WAITING:
+        callback(sys.modules[name])
         return
     waiting = _WAITING.setdefault(name, [])
     if callback not in waiting:
         waiting.append(callback)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-
-
-def _is_loading(module: ModuleType) -> bool:
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False)) and module.__name__ in _WAITING
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -13,6 +13,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from draftfuse.lowering.check import SchedulerCheck
 from draftfuse.lowering.inductor import compile_graph
 from draftfuse.lowering.partition import Segment
 from draftfuse.passes import ir
@@ -122,13 +123,18 @@ def holds(guards: Sequence[Any], num_reqs: int) -> bool:
     return all(guard.subs(dict.fromkeys(guard.free_symbols, num_reqs)) == True for guard in guards)  # noqa: E712
 
 
-def decompose(extracted: Extracted, fake_mode: Any) -> fx.GraphModule:
-    """The segment as Inductor's own operators, with its stores as trailing ``copy_``."""
+def decomposition_table() -> Any:
+    """Inductor's decompositions."""
     from torch._inductor.decomposition import select_decomp_table
 
+    return select_decomp_table()
+
+
+def decompose(extracted: Extracted, fake_mode: Any) -> fx.GraphModule:
+    """The segment as Inductor's own operators, with its stores as trailing ``copy_``."""
     fakes = [ir.value(n) for n in extracted.inputs]
     with fake_mode:
-        flat = make_fx(fx.Interpreter(extracted.module).run, decomposition_table=select_decomp_table())(*fakes)
+        flat = make_fx(fx.Interpreter(extracted.module).run, decomposition_table=decomposition_table())(*fakes)
     _append_stores(flat.graph, extracted.stored)
     flat.recompile()
     return flat
@@ -152,6 +158,6 @@ def compile_segment(extracted: Extracted, fake_mode: Any, options: dict[str, Any
         fakes = [ir.value(n) for n in ir.placeholders(flat.graph)]
         static = [i for i, v in enumerate(fakes) if isinstance(v, Tensor)]
         known = len(fake_mode.shape_env.guards)
-        run, findings = compile_graph(flat, fakes, static, extracted.key, options)
+        run, findings = compile_graph(flat, fakes, static, SchedulerCheck(extracted.key), options)
         guards = [g.expr for g in fake_mode.shape_env.guards[known:]]
     return Compiled(run, guards, findings)

@@ -60,11 +60,11 @@ class _Forwarding:
 
     def run(self) -> int:
         self.inputs = ir.input_storages(self.graph)
-        self.mutated = {s for n in self.graph.nodes for t in ir.written(n) if (s := ir.storage(t)) is not None}
+        self.mutated = ir.mutated_storages(self.graph)
         for node in list(self.graph.nodes):
             if node.op == "output":
                 self.flush_all(node)
-            elif node.op == "call_function" and not self.is_tracked_view(node):
+            elif node.op == "call_function" and not self.is_tracked_alias(node):
                 self.visit(node)
         ir.eliminate_dead_code(self.graph)
         return self.forwarded
@@ -106,8 +106,8 @@ class _Forwarding:
             new = self.resolve(source, node)
         else:
             assert functional is not None
-            args = fx.node.map_arg(node.args, lambda n: self.resolve(n, node))
-            new = ir.call(self.graph, functional, args, dict(node.kwargs), node)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.resolve(n, node))
+            new = ir.call(self.graph, functional, args, kwargs, node)
         return self.settle(new, target, node)
 
     def settle(self, new: fx.Node, target: fx.Node, node: fx.Node) -> fx.Node:
@@ -131,8 +131,9 @@ class _Forwarding:
             return number
         return ir.call(self.graph, aten.sym_size.int, (target, dim), {}, target)
 
-    def is_tracked_view(self, node: fx.Node) -> bool:
-        return ir.is_view(node) and ir.root(node).op == "placeholder" and ir.storage(node) in self.mutated
+    def is_tracked_alias(self, node: fx.Node) -> bool:
+        """A name for memory of a written buffer: it stays one, whatever value the buffer has at its place."""
+        return ir.is_alias(node) and not ir.storages(node).isdisjoint(self.mutated & self.inputs.keys())
 
     def read_arguments(self, node: fx.Node, keep: list[fx.Node]) -> None:
         def replacement(arg: fx.Node) -> fx.Node:
@@ -143,7 +144,7 @@ class _Forwarding:
 
     def resolve(self, view: fx.Node, at: fx.Node) -> fx.Node:
         """What ``view`` reads at ``at``: the value written last, or the view itself once memory holds it."""
-        if ir.storage(view) not in self.entries or not (view.op == "placeholder" or self.is_tracked_view(view)):
+        if ir.storage(view) not in self.entries:
             return view
         found = self.lookup(view, at)
         if found is not None:
@@ -166,12 +167,11 @@ class _Forwarding:
         return None if inner is None else self.same_view_of(view, inner, at)
 
     def same_view_of(self, view: fx.Node, inner: fx.Node, at: fx.Node) -> fx.Node | None:
-        """The same view operator applied to the forwarded value; None where its layout forbids it."""
+        """The same view operator applied to the forwarded value; None where the layout of the value forbids it."""
+        if view.target in LAYOUT_VIEWS:
+            return None
         with self.graph.inserting_before(at):
-            try:
-                return ir.call(self.graph, view.target, (inner, *view.args[1:]), dict(view.kwargs), at)
-            except RuntimeError:
-                return None
+            return ir.try_call(self.graph, view.target, (inner, *view.args[1:]), dict(view.kwargs), at)
 
     def store_hidden_reads(self, node: fx.Node) -> None:
         reads = self.hidden_reads(node)
@@ -201,12 +201,33 @@ class _Forwarding:
         self.graph.erase_node(node)
 
 
+# Views that name places of the storage: on a value, which has a layout of its own, they would read something else.
+LAYOUT_VIEWS = (aten.as_strided.default, aten._reshape_alias.default)
+_FROZEN_OR_RESHAPED = (torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view)
+
+
 def functional_form(node: fx.Node) -> OpOverload | None:
-    """The operator that computes what an in-place ATen operator writes (``copy_`` stands for itself)."""
+    """The operator that computes what an in-place ATen operator writes (``copy_`` stands for itself).
+
+    None for operators that write several tensors, draw random numbers (the layout decides which element gets which)
+    or change sizes instead of elements.
+    """
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or not ir.is_mutation(node):
         return None
     if node.target is aten.copy_.default:
         return node.target
     name = node.target._schema.name.removeprefix("aten::")
     packet = getattr(aten, name.rstrip("_"), None) if name.endswith("_") and not name.endswith("__") else None
-    return getattr(packet, node.target._overloadname, None)
+    found = getattr(packet, node.target._overloadname, None)
+    return found if isinstance(found, OpOverload) and _computes_the_same(node.target, found) else None
+
+
+def _computes_the_same(in_place: OpOverload, functional: OpOverload) -> bool:
+    mine, other = in_place._schema, functional._schema
+    if any(tag in in_place.tags for tag in _FROZEN_OR_RESHAPED):
+        return False
+    if [(a.name, str(a.type)) for a in mine.arguments] != [(a.name, str(a.type)) for a in other.arguments]:
+        return False
+    writes = [a for a in mine.arguments if a.alias_info is not None and a.alias_info.is_write]
+    one_tensor = len(other.returns) == 1 and str(other.returns[0].type) == "Tensor"
+    return len(writes) == 1 and one_tensor and other.returns[0].alias_info is None

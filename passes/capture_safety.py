@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -49,7 +49,6 @@ class Surroundings:
     max_model_len: int = 0
     front: fx.Graph | None = None  # Dynamo's graph, in which no-op transfers are still visible
     on_cuda: bool = False
-    hidden: Collection[int] = field(default_factory=tuple)
 
 
 def capture_safety(graph: fx.Graph, around: Surroundings) -> list[Finding]:
@@ -69,7 +68,12 @@ def capture_safety(graph: fx.Graph, around: Surroundings) -> list[Finding]:
 
 
 def _finding(node: fx.Node, severity: str, name: str, text: str, todo: str) -> Finding:
-    return Finding(severity, name, text, todo, ir.source_line(node))
+    return Finding(severity, name, text, todo, ir.source_line(node), phase=phase_of(node))
+
+
+def phase_of(node: fx.Node) -> str:
+    """The loop phase of a node of either graph."""
+    return ir.phase(node) or str((node.meta.get("custom") or {}).get("phase", ""))
 
 
 def _calls(graph: fx.Graph, *targets: object) -> Iterator[fx.Node]:

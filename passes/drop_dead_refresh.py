@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from draftfuse.passes import ir
@@ -36,7 +37,7 @@ def _drop_stores(graph: fx.Graph) -> int:
             if arg not in ir.written(node) or not _is_store(node):
                 pending.pop(ir.storage(arg) or 0, None)
         if _is_store(node):
-            key, earlier = ir.storage(node.args[0]) or 0, None  # type: ignore[arg-type]
+            key = ir.storage(node.args[0]) or 0  # type: ignore[arg-type]
             earlier = pending.get(key)
             if earlier is not None and earlier.args[0] is node.args[0]:
                 graph.erase_node(earlier)
@@ -46,4 +47,6 @@ def _drop_stores(graph: fx.Graph) -> int:
 
 
 def _is_store(node: fx.Node) -> bool:
-    return ir.phase(node) == "store" and ir.is_mutation(node) and ir.root(ir.written(node)[0]).op == "placeholder"
+    """A whole overwrite of a view of a buffer; another in-place operator would need what an earlier store left."""
+    full = node.target is torch.ops.aten.copy_.default
+    return full and ir.phase(node) == "store" and ir.root(ir.written(node)[0]).op == "placeholder"

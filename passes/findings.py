@@ -41,6 +41,7 @@ class Finding:
     todo: str
     source: SourceLine | None = None
     allowed: str | None = None  # the reason that the user gave on the line
+    phase: str = ""  # of the loop; what a builder does in Python can still run split
 
     def __str__(self) -> str:
         at = f"\n  {self.source}" if self.source is not None else ""

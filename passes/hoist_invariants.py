@@ -25,7 +25,7 @@ def hoist_invariants(graph: fx.Graph) -> int:
 
         %a = aten.searchsorted.Tensor(%starts, %range)   # refresh 1
     """
-    mutated = {s for n in graph.nodes for t in ir.written(n) if (s := ir.storage(t)) is not None}
+    mutated = ir.mutated_storages(graph)
     versions: dict[int, int] = {}
     seen: dict[Any, fx.Node] = {}
     merged = 0
@@ -44,12 +44,12 @@ def hoist_invariants(graph: fx.Graph) -> int:
 
 
 def _mergeable(node: fx.Node, mutated: set[int]) -> bool:
-    """A pure node whose own memory nobody writes; a view of a buffer is one too."""
-    return ir.is_pure(node) and (ir.storage(node) not in mutated or ir.is_view(node))
+    """A pure node whose own memory nobody writes; a name for the memory of others is one too."""
+    return ir.is_pure(node) and (ir.storages(node).isdisjoint(mutated) or ir.is_alias(node))
 
 
 def _identity(node: fx.Node, versions: dict[int, int]) -> Any:
-    sources = [] if ir.is_view(node) else [versions.get(ir.storage(a) or 0, 0) for a in node.all_input_nodes]
+    sources = [] if ir.is_alias(node) else [versions.get(ir.storage(a) or 0, 0) for a in node.all_input_nodes]
     return (node.target, _freeze(node.args), _freeze(node.kwargs), tuple(sources))
 
 
@@ -60,4 +60,6 @@ def _freeze(arg: Any) -> Any:
         return tuple(sorted((k, _freeze(v)) for k, v in arg.items()))
     if isinstance(arg, slice):
         return ("slice", _freeze(arg.start), _freeze(arg.stop), _freeze(arg.step))
+    if isinstance(arg, (float, complex)):
+        return (type(arg).__name__, repr(arg))  # 0.0 == -0.0, and they are two values
     return (type(arg).__name__, arg)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
+from torch._ops import OperatorBase, OpOverload
 
 from draftfuse.errors import SourceLine
 
@@ -51,9 +51,27 @@ def storage(node: fx.Node) -> int | None:
     return val.untyped_storage()._cdata if isinstance(val, Tensor) else None
 
 
+def storages(node: fx.Node) -> set[int]:
+    """Identities of all storages behind ``node``: of one tensor, or of each tensor in a list."""
+    val = node.meta.get("val")
+    found = val if isinstance(val, (list, tuple)) else [val]
+    return {t.untyped_storage()._cdata for t in found if isinstance(t, Tensor)}
+
+
+def mutated_storages(graph: fx.Graph) -> set[int]:
+    """All storages that some node of ``graph`` writes."""
+    return {key for node in graph.nodes for target in written(node) for key in storages(target)}
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether ``node`` is a size or another number of the host."""
+    return isinstance(node.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
 def geometry(val: Tensor) -> tuple[Any, ...]:
-    """What part of its storage a tensor covers: dtype, sizes, strides, offset (sympy expressions where symbolic)."""
-    return (val.dtype, *map(expression, val.shape), *map(expression, val.stride()), expression(val.storage_offset()))
+    """What part of its storage a tensor covers, and how: dtype, sizes, strides, offset (sympy expressions), lazy bits."""
+    numbers = [*val.shape, *val.stride(), val.storage_offset()]
+    return (val.dtype, val.is_conj(), val.is_neg(), *map(expression, numbers))
 
 
 def expression(number: Any) -> Any:
@@ -86,7 +104,9 @@ def nodes_in(arg: Any) -> list[fx.Node]:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """Arguments that ``node`` writes, by its schema."""
+    """Arguments that ``node`` writes, by its schema; a higher-order operator has none, and may write all of them."""
+    if isinstance(node.target, OperatorBase) and schema_of(node) is None:
+        return list(node.all_input_nodes)
     out: list[fx.Node] = []
     for arg, given in arguments(node):
         if arg.alias_info is not None and arg.alias_info.is_write:
@@ -107,11 +127,18 @@ def is_view(node: fx.Node) -> bool:
     return is_tensor(node) and storage(node) == storage(node.args[0])
 
 
+def is_alias(node: fx.Node) -> bool:
+    """Whether ``node`` only names memory of its arguments: a view, several views at once, or one item of a list."""
+    if node.op != "call_function" or is_mutation(node):
+        return False
+    return not storages(node).isdisjoint({key for arg in node.all_input_nodes for key in storages(arg)})
+
+
 def is_aten(node: fx.Node) -> bool:
     """Whether ``node`` is an ATen operator, or plain Python arithmetic on sizes."""
     if isinstance(node.target, OpOverload):
         return node.target.namespace in ("aten", "prims")
-    return node.op == "call_function"
+    return node.op == "call_function" and not isinstance(node.target, OperatorBase)
 
 
 def is_tap(node: fx.Node) -> bool:
@@ -128,7 +155,10 @@ def is_pure(node: fx.Node) -> bool:
     """Whether ``node`` computes a value from its arguments and does nothing else."""
     if node.op != "call_function" or not is_aten(node) or is_mutation(node):
         return False
-    return not (isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags)
+    if not isinstance(node.target, OpOverload) or node.target is torch.ops.aten._assert_tensor_metadata.default:
+        return True
+    returns_nothing = not node.target._schema.returns  # an assertion on the device, say
+    return not returns_nothing and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
 def root(node: fx.Node) -> fx.Node:
@@ -212,6 +242,14 @@ def copy_meta(new: fx.Node, old: fx.Node) -> None:
             new.meta[key] = old.meta[key]
 
 
+def undo_renames(graph: fx.Graph) -> None:
+    """make_fx calls a tensor by the name of its last mutation: give uses the tensor itself."""
+    for node in list(graph.nodes):
+        targets = written(node)
+        if len(targets) == 1 and node.users:
+            node.replace_all_uses_with(targets[0])
+
+
 def eliminate_dead_code(graph: fx.Graph) -> int:
     """Erase unused pure nodes; returns how many."""
     erased = 0
@@ -238,8 +276,17 @@ def fake_mode_of(graph: fx.Graph) -> Any:
 
 def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
     """Insert ``target(*args, **kwargs)`` at the insertion point, with its fake value and the place of ``like``."""
-    node = graph.call_function(target, args, kwargs)
     with fake_mode_of(graph):
-        node.meta["val"] = target(*fake(args), **fake(kwargs))
+        val = target(*fake(args), **fake(kwargs))
+    node = graph.call_function(target, args, kwargs)
+    node.meta["val"] = val
     copy_meta(node, like)
     return node
+
+
+def try_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node | None:
+    """:func:`call`, or None (and nothing inserted) where ``target`` refuses these arguments."""
+    try:
+        return call(graph, target, args, kwargs, like)
+    except (RuntimeError, ValueError):
+        return None

@@ -44,26 +44,30 @@ def lower_metadata_refresh(graph: fx.Graph, *, register: Register) -> int:
 
 def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
     found: dict[Any, list[fx.Node]] = {}
+    mutated = ir.mutated_storages(graph)  # an operator of its own writes there: a copy in a row would miss that
     for node in graph.nodes:
         ahead = bool(node.meta.get("ahead"))
-        if ir.is_pure(node) and not _is_static(node) and (ahead or ir.phase(node) in REFRESH_PHASES):
+        movable = ir.is_pure(node) and not _is_static(node) and ir.storages(node).isdisjoint(mutated)
+        if movable and (ahead or ir.phase(node) in REFRESH_PHASES):
             found.setdefault("ahead" if ahead else ir.draft_step(node), []).append(node)
     return list(found.values())
 
 
 def _is_static(node: fx.Node) -> bool:
-    return not ir.is_tensor(node) or ir.is_static_view(node)
+    return ir.is_number(node) or ir.is_static_view(node)
 
 
 def _outline(graph: fx.Graph, members: list[fx.Node], register: Register) -> int:
     inside = set(members)
     results = [n for n in members if any(u not in inside for u in n.users)]
-    if not results or not _contiguous(graph, members, inside):
+    if not results or not all(map(ir.is_tensor, results)) or not _contiguous(graph, members, inside):
         return 0
     inner = _misaligned_views(members, inside)
     reads = _unique(a for n in [*inner, *members] for a in n.all_input_nodes if a not in inside and a not in inner)
     tensors = [n for n in reads if ir.is_tensor(n)]
-    numbers = [n for n in reads if not ir.is_tensor(n)]
+    numbers = [n for n in reads if ir.is_number(n)]
+    if len(tensors) + len(numbers) < len(reads):
+        return 0
     body = _body([*inner, *members], tensors + numbers, results)
     operator = register(body, canonical(body.graph))
     rows = [_row(graph, node) for node in results]
@@ -79,13 +83,17 @@ def _outline(graph: fx.Graph, members: list[fx.Node], register: Register) -> int
 
 
 def _contiguous(graph: fx.Graph, members: list[fx.Node], inside: set[fx.Node]) -> bool:
-    """Whether everything that the region reads stands before the first user of its results."""
+    """Whether each member may stand at the first user of the results: its reads are there, and see the same memory."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     first = order[_first_outside_user(graph, inside)]
-    reads = [a for n in members for a in n.all_input_nodes if a not in inside]
-    stores = [n for n in graph.nodes if ir.is_mutation(n) and order[members[0]] < order[n] < first]
-    touched = {ir.storage(t) for s in stores for t in ir.written(s)}
-    return all(order[a] < first and ir.storage(a) not in touched for a in reads)
+    writes = [(order[n], key) for n in graph.nodes for target in ir.written(n) for key in ir.storages(target)]
+
+    def same(reader: fx.Node, read: fx.Node) -> bool:
+        begin, end = sorted((order[reader], first))  # a write by the first user itself comes after the region
+        passed = {key for at, key in writes if begin <= at < end}
+        return order[read] < first and ir.storages(read).isdisjoint(passed)
+
+    return all(same(n, a) for n in members for a in n.all_input_nodes if a not in inside)
 
 
 def _first_outside_user(graph: fx.Graph, inside: set[fx.Node]) -> fx.Node:

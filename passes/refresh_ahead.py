@@ -52,11 +52,12 @@ def _is_static(node: fx.Node) -> bool:
     """A view of memory outside the loop, or arithmetic on sizes: known before the loop starts."""
     if ir.is_view(node):
         return ir.root(node).op == "placeholder"
-    return node.op == "call_function" and not ir.is_tensor(node) and ir.is_pure(node)
+    return node.op == "call_function" and ir.is_number(node) and ir.is_pure(node)
 
 
 def _independent(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
     """Nodes known before the loop, and nodes that can be computed from them alone."""
+    mutated = ir.mutated_storages(graph)
     written: set[int] = set()
     known = set(ir.placeholders(graph))
     static: set[fx.Node] = set()
@@ -65,14 +66,14 @@ def _independent(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
         if _is_static(node) and known.issuperset(node.all_input_nodes):
             static.add(node)
             known.add(node)
-        elif _may_move(node, known, written):
+        elif ir.storages(node).isdisjoint(mutated) and _may_move(node, known, written):
             chosen.add(node)
             known.add(node)
-        written |= {s for t in ir.written(node) if (s := ir.storage(t)) is not None}
+        written |= {key for target in ir.written(node) for key in ir.storages(target)}
     return static, chosen
 
 
 def _may_move(node: fx.Node, known: set[fx.Node], written: set[int]) -> bool:
     if ir.phase(node) not in AHEAD_PHASES or not ir.is_pure(node):
         return False
-    return all(a in known and ir.storage(a) not in written for a in node.all_input_nodes)
+    return all(a in known and ir.storages(a).isdisjoint(written) for a in node.all_input_nodes)

@@ -69,7 +69,7 @@ def _bound_of(node: fx.Node, bounds: Bounds) -> int | None:
     """The largest value of ``node``, None where that is not known."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         return None
-    if node.target is aten.where.self:
+    if node.target in (aten.where.self, aten.where.ScalarOther):
         sides = [_side(a, bounds) for a in node.args[1:3]]
         return None if None in sides else max(s for s in sides if s is not None)
     first = bounds.get(node.args[0])

@@ -15,6 +15,7 @@ R requests. Where there is no CUDA, a captured loop is the loop itself.
 from __future__ import annotations
 
 import time
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,13 +61,16 @@ class Workbench:
         assert self.work is not None, "load a workload first"
         self.work.reset(spec)
 
-    def captured(self, run: Callable[[], None], spec: BenchSpeculator) -> Ready:
-        """``run`` as one CUDA graph, after warm-up on live inputs."""
+    def captured(
+        self, run: Callable[[], None], spec: BenchSpeculator, prepare: Callable[[], None] | None = None
+    ) -> Ready:
+        """``run`` as one CUDA graph, after warm-up on live inputs (which ``prepare`` writes)."""
+        fill = prepare or (lambda: self.reset(spec))
         if self.device.type != "cuda":
-            self.reset(spec)
+            fill()
             run()
             return Ready(run, spec)
-        graph = capture(run, lambda: self.reset(spec), [], None)
+        graph = capture(run, fill, [], None)
         return Ready(graph.replay, spec, [graph])
 
     def compiled(self, mode: str, compiler: str) -> draftfuse.FusedDraft:
@@ -92,6 +96,14 @@ def graph(bench: Workbench, rows: int, k: int) -> Ready:
     return bench.captured(lambda: loop.decode_loop(bench.spec, rows, k), bench.spec)
 
 
+def compiled_anew(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` through torch.compile, static; Dynamo keeps code by code object, so each gets its own."""
+    code, name = function.__code__.replace(), function.__name__
+    fresh = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    made: Callable[..., Any] = torch.compile(fresh, fullgraph=True, dynamic=False)
+    return made
+
+
 class HandFused:
     """A speculator whose forward and logits are compiled, and whose sampling is not."""
 
@@ -103,7 +115,7 @@ class HandFused:
             hidden, feedback = spec.forward(inputs, metadata)
             return spec.logits(hidden), feedback
 
-        self.forward = torch.compile(forward, fullgraph=True, dynamic=False)
+        self.forward = compiled_anew(forward)
 
     def sample(self, logits: Tensor, step: int) -> Tensor:
         """The likeliest token of each row."""
@@ -120,7 +132,7 @@ def hand(bench: Workbench, rows: int, k: int) -> Ready:
 def whole(bench: Workbench, rows: int, k: int) -> Ready:
     """The unrolled loop through torch.compile, on exact buffers (views would multiply its kernels)."""
     twin = bench.spec.twin(rows)
-    compiled = torch.compile(loop.decode_loop, fullgraph=True, dynamic=False)
+    compiled = compiled_anew(loop.decode_loop)
     return bench.captured(lambda: compiled(twin, rows, k), twin)
 
 
@@ -178,7 +190,6 @@ DEFAULT_MODES = ("eager", "split", "graph", "hand", "whole", "none", "draftfuse"
 
 def build(name: str, bench: Workbench, rows: int, k: int) -> Ready:
     """Build one mode for ``rows`` requests and k tokens; time and peak memory are noted."""
-    torch._dynamo.reset()
     start = time.perf_counter()
     with torch.no_grad(), PeakMemory(bench.device) as peak:
         ready = MODES[name](bench, rows, k)

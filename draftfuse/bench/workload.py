@@ -10,7 +10,7 @@ import torch
 from draftfuse.bench.layers import Maker
 from draftfuse.bench.speculators import BenchSpeculator
 from draftfuse.speculator import DraftBatch, DraftInputs
-from draftfuse.state import pad_decode
+from draftfuse.state import pad
 
 
 def fill_decode(spec: BenchSpeculator, rows: int, context: int, seed: int = 1) -> None:
@@ -23,7 +23,7 @@ def fill_decode(spec: BenchSpeculator, rows: int, context: int, seed: int = 1) -
     inputs.draft_tokens[:rows, 0].copy_(inputs.input_ids[:rows])
     inputs.positions[:rows].fill_(context - 1)
     inputs.seq_lens[:rows].fill_(context)
-    pad_decode(inputs, rows, inputs.seq_lens.shape[0])
+    pad(inputs, rows, inputs.seq_lens.shape[0])
     numbers = torch.arange(inputs.query_start_loc.shape[0], device=spec.sizes.device)
     inputs.query_start_loc.copy_(numbers)
     inputs.idx_mapping[:rows].copy_(numbers[:rows])
@@ -67,4 +67,5 @@ def uniform_batch(spec: BenchSpeculator, rows: int, context: int, k: int, seed: 
         temperature=torch.zeros(rows, device=device),
         seeds=numbers[:rows].clone(),
         idx_mapping=numbers[:rows].clone(),
+        max_query_len=k + 1,
     )

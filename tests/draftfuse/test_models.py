@@ -84,12 +84,16 @@ class Models:
             next_ids, hidden = torch.cat((next_ids, drafts[-1:])), torch.cat((hidden, feature))
         return drafts
 
-    def step(self, ids: Tensor) -> tuple[Tensor, int]:
-        """One step of greedy speculative decoding: the longer sequence and how many drafts it took over."""
-        drafts = self.propose(ids, self.target_hidden(ids[:-1]))
-        best = self.best(self.target_hidden(torch.cat((ids, drafts))))[len(ids) - 1 :]
+    def step(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, int]:
+        """One step of greedy speculative decoding from ``ids`` [L] and the target's ``hidden`` of all but the last.
+
+        Returns both grown by the accepted drafts and one token of the target's own, and how many were accepted.
+        """
+        drafts = self.propose(ids, hidden)
+        hidden = self.target_hidden(torch.cat((ids, drafts)))
+        best = self.best(hidden)[len(ids) - 1 :]
         count = int((best[:K] == drafts).long().cumprod(0).sum())
-        return torch.cat((ids, best[: count + 1])), count
+        return torch.cat((ids, best[: count + 1])), hidden[: len(ids) + count], count
 
 
 @pytest.fixture(scope="module")
@@ -203,9 +207,10 @@ def test_transformers_tokenizer_is_the_bytes() -> None:
 def test_speculative_decoding_equals_greedy_and_accepts_drafts(both: Models) -> None:
     accepted = []
     for begin in (0, 2000, 4000):
-        ids = held_out_ids(begin, 200)
-        while len(ids) < 264:
-            ids, count = both.step(ids)
+        ids = held_out_ids(begin, 128)
+        hidden = both.target_hidden(ids[:-1])
+        while len(ids) < 176:
+            ids, hidden, count = both.step(ids, hidden)
             accepted.append(count)
-        assert torch.equal(ids[200:], both.best(both.target_hidden(ids[:-1]))[199:])
+        assert torch.equal(ids[128:], both.best(both.target_hidden(ids[:-1]))[127:])
     assert sum(accepted) / len(accepted) > 1.5

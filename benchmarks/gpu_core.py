@@ -1,0 +1,222 @@
+"""What issues 2 and 4 ask of a GPU, in one run: launches, equality, speed, host span, capture and memory.
+
+    python benchmarks/gpu_core.py --out benchmarks/results/gpu_core.json
+
+Sections (``--only`` picks some), in the order in which they run:
+
+``equal``   drafts, inputs and KV after ``compiler="none"`` are those of the eager loop, bit for bit, at every capacity
+``speed``   draftfuse against the whole unrolled loop compiled and the hand-fused graph, widths A and B, 1 and 64 requests
+``span``    host span and launches of decode and propose, fused against split, k = 3 and 7, capacities 1, 16, 64
+``ladder``  capture of eight capacities, memory of their pool against its largest graph
+
+A section that fails leaves its error in the file, and the next one runs. ``--device cpu`` tries the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import draftfuse
+from draftfuse import loop
+from draftfuse.bench.cells import Cell, speculator_for
+from draftfuse.bench.measure import copy_bandwidth, host_span, profile
+from draftfuse.bench.modes import Workbench, build
+from draftfuse.bench.propose import split_propose
+from draftfuse.bench.results import Results
+from draftfuse.bench.runner import failure, measure_cells
+from draftfuse.bench.speculators import BenchSpeculator
+from draftfuse.bench.workload import fill_decode, uniform_batch
+from draftfuse.state import Saved, pad, persistent_tensors
+
+MODEL_LEN, CONTEXT = 4096, 1024
+Record = dict[str, Any]
+
+
+def say(text: str) -> None:
+    """A line at once, with the seconds since the start."""
+    print(f"[{time.perf_counter() - START:6.1f} s] {text}", flush=True)
+
+
+def ragged(spec: BenchSpeculator, rows: int, context: int) -> None:
+    """Live rows of different lengths; the last of several reaches max_model_len inside the loop."""
+    fill_decode(spec, rows, context)
+    lengths = context - (torch.arange(rows, device=spec.sizes.device) * 17) % (context // 2)
+    if rows > 1:
+        lengths[-1] = spec.max_model_len - 2
+    spec.inputs.seq_lens[:rows].copy_(lengths)
+    spec.inputs.positions[:rows].copy_(lengths - 1)
+
+
+def state(spec: BenchSpeculator, rows: int) -> dict[str, torch.Tensor]:
+    """Live rows of the inputs, and every KV pool."""
+    inputs = spec.inputs.view(rows, rows).named_tensors()
+    kv = {f"kv{i}": cache for i, cache in enumerate(spec.kv_caches())}
+    return {name: t.clone() for name, t in (inputs | kv).items()}
+
+
+def compare_once(spec: BenchSpeculator, fused: draftfuse.FusedDraft, rows: int, capacity: int, k: int) -> Record:
+    """Eager at the padded capacity, then fused, from the same state: how many elements differ, by name."""
+    ragged(spec, rows, spec.max_model_len // 2)
+    before = Saved([*persistent_tensors(spec), *spec.kv_caches()])
+    pad(spec.inputs, rows, capacity)
+    loop.decode_loop(spec, capacity, k)
+    expected = state(spec, rows)
+    before.restore()
+    fused.decode(rows, k)
+    differ = {n: int((t != expected[n]).sum()) for n, t in state(spec, rows).items() if not torch.equal(t, expected[n])}
+    before.restore()
+    return {"requests": rows, "capacity": capacity, "k": k, "differ": differ}
+
+
+def equal(device: torch.device, attention: str, results: Results) -> None:
+    """Bit for bit, over batches and capacities."""
+    k, capacities, batches = 8, [1, 2, 4, 8, 16], (1, 2, 3, 4, 5, 8, 11, 16)
+    spec = speculator_for([Cell("eagle-b", capacities[-1], k, 256)], device, attention, 512)
+    fused = draftfuse.compile(spec, compiler="none", mode="fused", request_capacities=capacities)
+    found = []
+    for rows in batches:
+        capacity = next(c for c in capacities if rows <= c)
+        found += [compare_once(spec, fused, rows, capacity, steps) for steps in (k, 4)]
+        say(f"equal: {rows} requests at capacity {capacity}: {found[-2]['differ'] or 'equal'}")
+        results.put("equal", found)
+
+
+def speed(device: torch.device, attention: str, results: Results) -> None:
+    """Cells of widths A and B in the modes that matter here."""
+    bandwidth = copy_bandwidth(device)
+    results.put("copy_bandwidth", bandwidth)
+    say(f"speed: copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+    for name in ("eagle-a", "eagle-b"):
+        cells = [Cell(name, rows, 8, CONTEXT) for rows in (1, 64)]
+        bench = Workbench(speculator_for(cells, device, attention, MODEL_LEN), [1, 64])
+        for record in measure_cells(bench, cells, ("graph", "hand", "whole", "none", "draftfuse"), bandwidth, say):
+            results.append("speed", record)
+
+
+def span(device: torch.device, attention: str, results: Results) -> None:
+    """Host span and launches, fused against split."""
+    capacities = [1, 16, 64]
+    bench = Workbench(speculator_for([Cell("eagle-a", 64, 7, CONTEXT)], device, attention, MODEL_LEN), capacities)
+    for k in (7, 3):
+        fused = draftfuse.compile(
+            bench.spec, num_speculative_tokens=k, compiler="none", mode="fused", request_capacities=capacities
+        )
+        for rows in capacities:
+            results.append("span", span_of(bench, fused, rows, k))
+            say(f"span: {results.data['span'][-1]}")
+
+
+def span_of(bench: Workbench, fused: draftfuse.FusedDraft, rows: int, k: int) -> Record:
+    """Median host microseconds of decode and of propose, split, fused, and of a graph launch alone."""
+    bench.load(rows, CONTEXT)
+    batch = uniform_batch(bench.spec, rows, CONTEXT, k)
+
+    def reset() -> None:
+        bench.reset(bench.spec)
+
+    runs: dict[str, Callable[[], object]] = {
+        "split_decode": build("split", bench, rows, k).launch,
+        "fused_decode": lambda: fused.decode(rows, k),
+        "graph_launch": build("graph", bench, rows, k).launch,
+        "split_propose": split_propose(bench, rows, k, batch).launch,
+        "fused_propose": lambda: fused.propose(batch, k),
+    }
+    record: Record = {"requests": rows, "k": k}
+    for name, run in runs.items():
+        record[f"{name}_us"] = round(host_span(run, reset, bench.device), 1)
+        found = profile(run, reset, bench.device) if name != "graph_launch" else None
+        if found is not None:
+            record[f"{name}_launches"] = {"graphs": found.graph_launches, "kernels": found.kernel_launches}
+    for name in ("decode", "propose"):
+        record[f"{name}_ratio"] = round(record[f"fused_{name}_us"] / record[f"split_{name}_us"], 4)
+    return record
+
+
+def pool_bytes(pool: Any) -> int:
+    """Bytes of device memory that a graph pool holds."""
+    snapshot = torch.cuda.memory_snapshot(pool, include_traces=False)
+    return sum(segment["total_size"] for segment in snapshot)
+
+
+def ladder(device: torch.device, attention: str, results: Results) -> None:
+    """Capture of eight capacities, and what their graphs hold."""
+    capacities = [1, 2, 4, 8, 16, 32, 64, 128]
+    spec = speculator_for([Cell("eagle-a", 128, 8, CONTEXT)], device, attention, MODEL_LEN)
+    for name, wanted in (("ladder", capacities), ("largest alone", capacities[-1:])):
+        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        fused = draftfuse.compile(spec, request_capacities=wanted, pool=pool)
+        start = time.perf_counter()
+        fused.capture(progress=False)
+        total = time.perf_counter() - start
+        builds = fused.report.builds
+        traced, compiled = sum(b.trace_seconds for b in builds), sum(b.compile_seconds for b in builds)
+        record: Record = {"what": name, "total_s": total, "trace_s": traced, "compile_s": compiled}
+        record |= {"capture_s": total - traced - compiled, "builds": len(builds), "memory": fused.memory()}
+        record["pool_bytes"] = pool_bytes(pool) if pool is not None else 0
+        results.append("ladder", record)
+        say(f"ladder: { {n: v for n, v in record.items() if n != 'memory'} }")
+        fused.close()
+
+
+def summary(data: Record) -> list[str]:
+    """The table at the end."""
+    lines = []
+    if "equal" in data:
+        wrong = sum(bool(r["differ"]) for r in data["equal"])
+        lines.append(f"equal: {len(data['equal']) - wrong} of {len(data['equal'])} states bit-exact")
+    for cell in data.get("speed", []):
+        lines.append(f"{cell['cell']}: floor {cell['floor_ms']:.3f} ms")
+        for name, m in cell["modes"].items():
+            keys = ("gpu_ms", "cpu_us", "to_floor", "hand_over", "launches", "kernels", "busy_ms", "agreement", "build_s")
+            cells = [f"{key} {m[key]:.4g}" for key in keys if key in m]
+            lines.append(f"  {name:10} {m.get('error') or '  '.join(cells)}")
+    lines += [f"span {r}" for r in data.get("span", [])]
+    sizes = {r["what"]: r for r in data.get("ladder", [])}
+    if len(sizes) == 2 and sizes["largest alone"]["pool_bytes"]:
+        ratio = sizes["ladder"]["pool_bytes"] / sizes["largest alone"]["pool_bytes"]
+        lines.append(f"ladder: capture {sizes['ladder']['capture_s']:.1f} s, pool {ratio:.3f} of its largest graph's")
+    return lines + [f"FAILED {name}: {error['error']}" for name, error in data.get("errors", {}).items()]
+
+
+SECTIONS = {"equal": equal, "speed": speed, "span": span, "ladder": ladder}
+
+
+def main() -> None:
+    """Run the sections asked for, as long as the time allows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--attention", default="triton")
+    parser.add_argument("--seconds", type=float, default=240.0, help="start no section after this")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    results = Results(options.out, device, {"attention": options.attention, "context": CONTEXT, "max_model_len": MODEL_LEN})
+    for name in options.only.split(","):
+        if time.perf_counter() - START > options.seconds:
+            say(f"{name}: left out, no time")
+            continue
+        say(f"{name} begins")
+        try:
+            with torch.no_grad():
+                SECTIONS[name](device, options.attention, results)
+        except Exception as error:
+            results.put("errors", results.data.get("errors", {}) | {name: failure(error)})
+            say(f"{name}: {failure(error)}")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    print("\n".join(summary(results.data)))
+
+
+START = time.perf_counter()
+if __name__ == "__main__":
+    main()

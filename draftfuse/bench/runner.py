@@ -1,0 +1,145 @@
+"""Run cells: build every mode of a cell in one process, measure all of them in turn, twice, and note what came.
+
+R requests. A mode that fails is a line in the result; the others go on.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftfuse.bench.cells import Cell, step_bytes
+from draftfuse.bench.measure import REPEATS, Timing, floor_ms, profile, time_launch
+from draftfuse.bench.modes import Ready, Workbench, build
+from draftfuse.bench.speculators import BenchSpeculator
+
+Say = Callable[[str], None]
+Record = dict[str, Any]
+ROUNDS = 2
+
+
+def measure_cells(
+    bench: Workbench, cells: Sequence[Cell], modes: Sequence[str], bandwidth: float, say: Say, repeats: int = REPEATS
+) -> Iterator[Record]:
+    """One record a cell; cells that differ in context alone share what is built."""
+    for (rows, k), group in groupby(cells, key=lambda c: (c.requests, c.k)):
+        contexts = list(group)
+        bench.load(rows, contexts[0].context)
+        built, records = build_all(bench, rows, k, modes, say)
+        with torch.no_grad():
+            profiles = profile_all(bench, built, records)
+            for cell in contexts:
+                yield measure_cell(bench, cell, built, records, bandwidth, repeats) | {"profiles": profiles}
+        built.clear()
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def build_all(
+    bench: Workbench, rows: int, k: int, modes: Sequence[str], say: Say
+) -> tuple[dict[str, Ready], dict[str, Record]]:
+    """Every mode, or the error that it raised."""
+    built, records = dict[str, Ready](), dict[str, Record]()
+    for name in modes:
+        start = time.perf_counter()
+        try:
+            built[name] = build(name, bench, rows, k)
+            records[name] = {"build_s": built[name].build_seconds, "peak_mb": built[name].peak_bytes / 2**20}
+        except Exception as error:
+            records[name] = failure(error)
+        say(f"r{rows} k{k} {name}: {records[name].get('error', 'built')}, {time.perf_counter() - start:.1f} s")
+    return built, records
+
+
+def failure(error: Exception) -> Record:
+    """What a failed mode leaves in the result."""
+    text = str(error).splitlines()[0] if str(error) else ""
+    return {"error": f"{type(error).__name__}: {text}"[:400], "traceback": traceback.format_exc()[-2000:]}
+
+
+def profile_all(bench: Workbench, built: dict[str, Ready], records: dict[str, Record]) -> Record:
+    """Launches and kernels of each mode into its record; the longest kernels are returned."""
+    top: Record = {}
+    for name, ready in built.items():
+        try:
+            found = profile(ready.launch, lambda ready=ready: bench.reset(ready.spec), bench.device)  # type: ignore[misc]
+        except Exception as error:
+            records[name] |= {"profile_error": failure(error)["error"]}
+            continue
+        if found is not None:
+            records[name] |= {n: getattr(found, n) for n in ("launches", "graph_launches", "kernels", "copies", "busy_ms")}
+            top[name] = found.top
+    return top
+
+
+def measure_cell(
+    bench: Workbench, cell: Cell, built: dict[str, Ready], records: dict[str, Record], bandwidth: float, repeats: int
+) -> Record:
+    """Times, agreement and ratios of every mode in one cell."""
+    bench.load(cell.requests, cell.context)
+    each, kv_share = step_bytes(bench.spec, cell)
+    modes = {name: dict(record) for name, record in records.items()}
+    expected = reference_tokens(bench, cell)
+    timings = {name: Timing() for name in built}
+    for _ in range(ROUNDS):
+        for name, ready in built.items():
+            measure_round(bench, ready, timings[name], modes[name], repeats // ROUNDS)
+    for name, ready in built.items():
+        if "error" not in modes[name]:
+            modes[name] |= timings[name].numbers() | {"agreement": agreement(bench, ready, cell, expected)}
+    floor = floor_ms(each, bandwidth)
+    add_ratios(modes, floor)
+    return {"cell": cell.name, **vars(cell), "floor_ms": floor, "kv_share": kv_share, "modes": modes}
+
+
+def measure_round(bench: Workbench, ready: Ready, timing: Timing, record: Record, repeats: int) -> None:
+    """One round of one mode; a fault is noted and ends the mode."""
+    if "error" in record:
+        return
+    try:
+        found = time_launch(ready.launch, lambda: bench.reset(ready.spec), bench.device, repeats)
+    except Exception as error:
+        record |= failure(error)
+        return
+    record.setdefault("rounds_ms", []).append(found.numbers()["gpu_ms"])
+    timing.add(found)
+
+
+def drafts(bench: Workbench, launch: Callable[[], object], spec: BenchSpeculator, cell: Cell) -> Tensor:
+    """What ``launch`` drafts from the current work, [R, k-1]."""
+    bench.reset(spec)
+    spec.inputs.draft_tokens[: cell.requests, 1:].fill_(-1)
+    launch()
+    return spec.inputs.draft_tokens[: cell.requests, 1 : cell.k].clone()
+
+
+def reference_tokens(bench: Workbench, cell: Cell) -> Tensor:
+    """The eager loop's drafts."""
+    from draftfuse import loop
+
+    return drafts(bench, lambda: loop.decode_loop(bench.spec, cell.requests, cell.k), bench.spec, cell)
+
+
+def agreement(bench: Workbench, ready: Ready, cell: Cell, expected: Tensor) -> float:
+    """Share of drafted tokens that equal the eager loop's."""
+    return float((drafts(bench, ready.launch, ready.spec, cell) == expected).float().mean())
+
+
+def add_ratios(modes: dict[str, Record], floor: float) -> None:
+    """Ratios to the floor, to the hand-fused graph, and to the best of the other modes."""
+    hand = modes.get("hand", {}).get("gpu_ms")
+    for name, record in modes.items():
+        if "gpu_ms" not in record:
+            continue
+        record["to_floor"] = record["gpu_ms"] / floor
+        if hand is not None:
+            record["hand_over"] = hand / record["gpu_ms"]
+        others = [r["gpu_ms"] for n, r in modes.items() if n != name and "gpu_ms" in r]
+        if others:
+            record["to_best_other"] = record["gpu_ms"] / min(others)

@@ -1,0 +1,254 @@
+"""The whole lint: what the graph shows, what Python does beside it, and whether tracing twice gives one graph.
+
+:class:`Inspector` runs the cheap part once at the first build; :func:`lint` runs all of it, alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftfuse import loop, python_state, validate
+from draftfuse.dispatch import Descriptor
+from draftfuse.errors import DraftfuseError, UnsafeLoopError, UnstableMetadataError, UntraceableLoopError
+from draftfuse.hidden_reads import HiddenReads
+from draftfuse.journal import Journal
+from draftfuse.loop_kind import checked_kind
+from draftfuse.passes import ir
+from draftfuse.passes.capture_safety import Surroundings, capture_safety
+from draftfuse.passes.findings import ERROR, WARNING, Finding, merged
+from draftfuse.passes.render import canonical
+from draftfuse.state import Saved, fill_dummy, persistent_tensors
+from draftfuse.trace import Trace, trace
+
+PROBED_STEPS = 3
+_HOOKS = ("on_prefill_begin", "on_prefill_end", "on_multi_step_decode_begin", "on_multi_step_decode_end")
+
+
+def lint(spec: Any, k: int | None = None, num_reqs: int = 2) -> list[Finding]:
+    """Everything that is wrong, or doubtful, with the draft loop of ``spec``; errors first.
+
+    Traces the loop twice and runs it once, eagerly, on dummy rows; inputs, KV slots and Python state are as before
+    afterwards. Findings that a ``# draftfuse: allow[<class>] reason`` comment covers carry that reason.
+
+    Raises:
+        InvalidSpeculatorError: the object is no speculator.
+    """
+    validate.check_speculator(spec)
+    k = min(k or spec.num_speculative_tokens, PROBED_STEPS + 1)
+    rows = min(num_reqs, spec.max_num_reqs)
+    journal, state = Journal(), python_state.of_speculator(spec)
+    for tensor in [*spec.inputs.named_tensors().values(), *(g.slot_mapping for g in spec.attn_groups)]:
+        journal.keep(tensor)
+    try:
+        with torch.no_grad():
+            return merged(_everything(spec, rows, k))
+    finally:
+        state.restore()
+        journal.restore()
+
+
+def _everything(spec: Any, rows: int, k: int) -> Iterator[Finding]:
+    fill_live(spec, rows)
+    try:
+        found = probe(spec, rows, k, reads := HiddenReads(spec))
+        yield from found
+        yield from reads.findings
+        if k < 2:
+            return
+        fill_dummy(spec, rows)
+        first = trace(loop.decode_loop, (spec, rows, k, loop.graph_tap))
+        yield from of_graph(spec, first)
+        yield from _unstable(spec, rows, k, canonical(first.graph))
+    except (UntraceableLoopError, UnsafeLoopError, UnstableMetadataError) as error:
+        yield of_error(error)
+
+
+def fill_live(spec: Any, rows: int) -> None:
+    """Dummy rows that are live: a few tokens of context, as far as one page and the length limit allow."""
+    fill_dummy(spec, rows)
+    inputs = spec.inputs
+    pages = [g.page_size for g in spec.attn_groups]
+    length = max(1, min([spec.max_model_len - PROBED_STEPS - 1, *pages]) // 2)
+    inputs.positions[:rows].fill_(length - 1)
+    inputs.seq_lens[:rows].fill_(length)
+    inputs.idx_mapping[:rows].copy_(torch.arange(rows))
+    inputs.query_start_loc[: rows + 1].copy_(torch.arange(rows + 1))
+    for tensor in (inputs.hidden_states, inputs.seeds):
+        tensor[:rows].copy_(torch.arange(1, tensor[:rows].numel() + 1).view(tensor[:rows].shape) % 7)
+
+
+def probe(spec: Any, rows: int, k: int, reads: HiddenReads | None = None) -> list[Finding]:
+    """Run the loop eagerly on the rows that the inputs hold; what Python state changed. All is put back.
+
+    Raises:
+        UnsafeLoopError: the loop is of another kind, or an index leaves its table.
+    """
+    before = python_state.of_speculator(spec)
+    hooked = _after_hooks(spec, before)
+    journal = Journal(on_opaque=reads)
+    try:
+        with journal, checked_kind(spec, rows) as checked:
+            loop.decode_loop(checked, rows, max(2, k))
+        after = python_state.of_speculator(spec)
+        return [of_change(spec, c) for c in python_state.diff(before, after) if c.path not in hooked]
+    finally:
+        journal.restore()
+        before.restore()
+
+
+def _after_hooks(spec: Any, before: python_state.State) -> set[str]:
+    """Paths that lifecycle hooks change: the runtime calls those at every replay, so nothing is lost."""
+    hooks = [n for n in _HOOKS if hasattr(spec, n)]
+    if not hooks:
+        return set()
+    for name in hooks:
+        loop.run_hook(spec, name)
+    changed = {c.path for c in python_state.diff(before, python_state.of_speculator(spec))}
+    before.restore()
+    return changed
+
+
+def of_change(spec: Any, change: python_state.Change) -> Finding:
+    """A change of Python state as a finding: losing a tensor is an error, losing a count is a warning."""
+    in_builder = any(change.path.startswith(f"spec.attn_groups[{i}].builder") for i in range(len(spec.attn_groups)))
+    phase = "refresh" if in_builder else "forward"
+    if change.kind == "tensor":
+        text = f"the loop binds a tensor to {change}, where no replay would bind it again"
+        todo = "Allocate the tensor once, and copy_ into it."
+        return Finding(ERROR, "fresh-allocation", text, todo, change.source, phase=phase)
+    text = f"the loop changes Python state at {change}: a replay would not, and what was traced stays as it was"
+    todo = "Count in a tensor, or outside the loop (a lifecycle hook such as on_multi_step_decode_end runs at every replay)."
+    severity = ERROR if change.kind == "entry" and "tensor" in change.after else WARNING
+    return Finding(severity, "side-effect", text, todo, change.source, phase=phase)
+
+
+def of_graph(spec: Any, traced: Trace) -> list[Finding]:
+    """The findings of the graph rules."""
+    return capture_safety(traced.graph, surroundings(spec, traced))
+
+
+def surroundings(spec: Any, traced: Trace) -> Surroundings:
+    """What stands behind the placeholders of ``traced``."""
+    reachable = {_key(t) for t in python_state.of_speculator(spec, wide=False).tensors.values()}
+    pools = {_key(t) for g in spec.attn_groups for pair in g.kv_caches.values() for t in pair}
+    slots = {_key(g.slot_mapping) for g in spec.attn_groups}
+    live = traced.tensors
+    return Surroundings(
+        owned={n for n, t in live.items() if _key(t) in reachable or _is_argument(traced, n)},
+        constant={n for n, t in live.items() if isinstance(t, torch.nn.Parameter)},
+        kv={n for n, t in live.items() if _key(t) in pools},
+        slots={n for n, t in live.items() if _key(t) in slots},
+        positions={n for n, t in live.items() if _key(t) == _key(spec.inputs.positions)},
+        max_model_len=spec.max_model_len,
+        front=traced.front,
+        on_cuda=spec.inputs.positions.device.type == "cuda",
+    )
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_argument(traced: Trace, name: str) -> bool:
+    """Whether a tensor came in as metadata that a split step is given."""
+    node = next(n for n in ir.placeholders(traced.graph) if n.name == name)
+    return str(node.meta.get("source", "")).startswith("L['metadata']")
+
+
+def _unstable(spec: Any, rows: int, k: int, first: str) -> Iterator[Finding]:
+    """Trace again in the Python state that one eager run leaves behind."""
+    before = python_state.of_speculator(spec)
+    journal = Journal(check_indices=False)
+    try:
+        with journal:
+            loop.decode_loop(spec, rows, k)
+        second = canonical(trace(loop.decode_loop, (spec, rows, k, loop.graph_tap)).graph)
+    finally:
+        journal.restore()
+        before.restore()
+    if first != second:
+        text = f"tracing again after one run gives another graph: {_difference(first, second)}"
+        todo = "Keep nothing from one call to the next in Python: no memo, no flag for the first call."
+        yield Finding(ERROR, "unstable-trace", text, todo)
+
+
+def _difference(first: str, second: str) -> str:
+    pairs = zip(first.splitlines(), second.splitlines(), strict=False)
+    changed = [f"{a.strip()} became {b.strip()}" for a, b in pairs if a != b]
+    return changed[0] if changed else "one is longer than the other"
+
+
+def of_error(error: DraftfuseError) -> Finding:
+    """An error of tracing or probing as a finding."""
+    given = getattr(error, "finding", None)
+    if isinstance(given, Finding):
+        return given
+    return Finding(ERROR, _name_of(error), f"{error.what}: got {error.came}, expected {error.expected}", error.todo, error.source)
+
+
+def _name_of(error: DraftfuseError) -> str:
+    text = f"{error.what} {error.came} {error.todo}"
+    return next((name for part, name in _BY_TEXT.items() if part in text), "untraceable")
+
+
+_BY_TEXT = {
+    "Data-dependent branching": "python-branch",
+    "Could not guard on data-dependent": "python-branch",
+    "ContextVar": "context-read",
+    "tolist": "host-sync",
+    "item()": "host-sync",
+    "numpy": "host-sync",
+    "Generator": "baked-rng",
+    "andom": "baked-rng",
+    "leaves its table": "short-table",
+    "metadata changes its layout": "side-effect",
+}
+
+
+def raise_errors(findings: list[Finding]) -> None:
+    """Raise :class:`UnsafeLoopError` for the first error, naming the others."""
+    errors = [f for f in findings if f.is_error]
+    if not errors:
+        return
+    first = errors[0]
+    others = "".join(f"\n  also {f}" for f in errors[1:6])
+    error = UnsafeLoopError(
+        "the draft loop cannot be captured safely", f"[{first.name}] {first.text}", "none", first.todo + others, first.source
+    )
+    error.finding, error.in_builder = first, all(f.phase in ("slot_mapping", "refresh") for f in errors)
+    raise error
+
+
+@dataclasses.dataclass
+class Inspector:
+    """The lint of one compiled loop: :meth:`before` anything is traced, :meth:`after` each trace."""
+
+    spec: Any
+    findings: list[Any]
+    probed: bool = False
+
+    def before(self, descriptor: Descriptor) -> None:
+        """Run the decode loop once, eagerly, on the dead rows that the inputs hold."""
+        if not self.probed and descriptor.num_steps > 1:
+            self.probed = True
+            kept = Saved(persistent_tensors(self.spec))
+            fill_dummy(self.spec, descriptor.num_reqs)
+            try:
+                self.finish(probe(self.spec, descriptor.num_reqs, 2))
+            finally:
+                kept.restore()
+
+    def after(self, traced: Trace) -> None:
+        """Look at a traced graph."""
+        self.finish(of_graph(self.spec, traced))
+
+    def finish(self, findings: list[Finding]) -> None:
+        """Record what was found, and raise for errors."""
+        found = merged(findings)
+        self.findings += [f for f in found if f not in self.findings]
+        raise_errors(found)

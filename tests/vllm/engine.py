@@ -1,0 +1,175 @@
+"""One real vLLM engine on a tiny random model, in a process of its own: prints one JSON line with what it drafted.
+
+Usage: ``engine.py '{"method": "eagle3", "k": 3, "config": {...}, "requests": 3}'``. ``config`` is the compilation
+configuration, ``cli`` takes it through vLLM's command-line parser instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ASK = json.loads(sys.argv[1])
+V2 = ASK.get("runner", "v2") == "v2"
+os.environ.update(
+    VLLM_USE_V2_MODEL_RUNNER="1" if V2 else "0",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+sys.path.insert(0, str(Path(__file__).parent))
+if V2:
+    import triton_on_cpu  # noqa: F401
+
+import torch
+from transformers import LlamaConfig
+
+WIDTHS = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+def make_models(root: Path) -> None:
+    """Configurations only: weights are random."""
+    for name, layers in (("target", 8), ("draft_model", 2)):
+        config = LlamaConfig(num_hidden_layers=layers, **WIDTHS)
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(root / name)
+    head = LlamaConfig(num_hidden_layers=1, **WIDTHS).to_dict()
+    head.update(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=512)
+    (root / "eagle3").mkdir()
+    (root / "eagle3" / "config.json").write_text(json.dumps(head))
+
+
+def engine_options(root: Path) -> dict[str, Any]:
+    speculative = {"method": ASK["method"], "model": str(root / ASK["method"]), "num_speculative_tokens": ASK["k"]}
+    return {
+        "model": str(root / "target"),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": "float32",
+        "max_model_len": ASK.get("max_model_len", 128),
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 256,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 64 << 20,
+        "distributed_executor_backend": "uni",
+        "enforce_eager": ASK.get("eager", True),
+        "seed": 0,
+        "disable_log_stats": True,
+        "speculative_config": {**speculative, **ASK.get("speculative", {})},
+    }
+
+
+def compilation() -> dict[str, Any]:
+    config = dict(ASK.get("config", {}))
+    if ASK.get("hook") == "object":
+        import draftfuse
+
+        config["inductor_compile_config"] = {"post_grad_custom_post_pass": draftfuse.post_grad_pass}
+    return config
+
+
+def make_llm(root: Path) -> Any:
+    from vllm import LLM
+
+    options = engine_options(root)
+    if ASK.get("cli"):
+        return llm_from_command_line(options)
+    if compilation():
+        options["compilation_config"] = compilation()
+    return LLM(**options)
+
+
+def llm_from_command_line(options: dict[str, Any]) -> Any:
+    """The configuration goes through the parser of ``vllm serve``."""
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parsed = EngineArgs.from_cli_args(parser.parse_args(["--compilation-config", ASK["cli"]]))
+    return LLM(**options, compilation_config=parsed.compilation_config)
+
+
+def scale_weights(llm: Any) -> None:
+    """Random weights of a size at which drafts vary; vLLM's dummy weights draft one token for ever."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    draft = runner.speculator.model if V2 else runner.drafter.model
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for model in (runner.get_model(), draft):
+            for parameter in (p for p in model.parameters() if p.is_floating_point()):
+                if parameter.dim() >= 2:
+                    parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+                else:
+                    parameter.fill_(1)
+
+
+def watch(drafts: list[torch.Tensor], llm: Any) -> None:
+    """Keep what every proposal returned."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    if not V2:
+        return
+    propose = runner.speculator.propose
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        result = propose(*args, **kwargs)
+        drafts.append(result.clone())
+        return result
+
+    runner.speculator.propose = kept
+
+
+def generate(llm: Any) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    count = ASK.get("requests", 3)
+    prompts = [{"prompt_token_ids": [(7 * i + 13 * j) % 500 + 5 for j in range(5 + 9 * i)]} for i in range(count)]
+    temperature, tokens = ASK.get("temperature", 0.0), ASK.get("tokens", 12)
+    samplings = [
+        SamplingParams(max_tokens=tokens + 3 * i, temperature=temperature, seed=i, ignore_eos=True, detokenize=False)
+        for i in range(count)
+    ]
+    results = llm.generate(prompts, samplings, use_tqdm=False)
+    return [list(result.outputs[0].token_ids) for result in results]
+
+
+def sha(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def main() -> None:
+    from draftfuse.vllm import explain
+
+    root = Path(tempfile.mkdtemp(prefix="draftfuse-vllm-"))
+    make_models(root)
+    llm = make_llm(root)
+    scale_weights(llm)
+    drafts: list[torch.Tensor] = []
+    watch(drafts, llm)
+    outputs = generate(llm)
+    flat = [d.tolist() for d in drafts]
+    told = explain(llm) if "draftfuse" in os.environ.get("VLLM_PLUGINS", "draftfuse") else ""
+    distinct = len({token for batch in flat for row in batch for token in row})
+    report = {"drafted": sha(flat), "proposals": len(flat), "distinct": distinct, "outputs": sha(outputs), "told": told}
+    print("RESULT " + json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()
