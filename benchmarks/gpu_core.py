@@ -5,7 +5,7 @@
 Sections (``--only`` picks some), in the order in which they run:
 
 ``equal``   drafts, inputs and KV after ``compiler="none"`` are those of the eager loop, bit for bit, at every capacity
-``speed``   draftfuse against the whole unrolled loop compiled and the hand-fused graph, widths A and B, 1 and 64 requests
+``speed``   draftfuse against the whole loop compiled and the hand-fused graph, widths A and B, 1 and 64 requests
 ``span``    host span and launches of decode and propose, fused against split, k = 3 and 7, capacities 1, 16, 64
 ``ladder``  capture of eight capacities, memory of their pool against its largest graph
 
@@ -18,6 +18,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,33 @@ from draftfuse.bench.speculators import BenchSpeculator
 from draftfuse.bench.workload import fill_decode, uniform_batch
 from draftfuse.state import Saved, pad, persistent_tensors
 
-MODEL_LEN, CONTEXT = 4096, 1024
 Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run on: full sizes on CUDA, small ones on the CPU."""
+
+    device: torch.device
+    attention: str
+    results: Results
+    model_len: int
+    context: int
+    spans: list[int]
+    ladder: list[int]
+
+    @classmethod
+    def on(cls, device: torch.device, attention: str, out: Path | None) -> Plan:
+        """The plan for ``device``."""
+        full = device.type == "cuda"
+        model_len, context = (4096, 1024) if full else (128, 64)
+        spans, ladder = ([1, 16, 64], [1, 2, 4, 8, 16, 32, 64, 128]) if full else ([1, 2, 4], [1, 2, 4])
+        settings = {"attention": attention, "context": context, "max_model_len": model_len}
+        return cls(device, attention, Results(out, device, settings), model_len, context, spans, ladder)
+
+    def speculator(self, cells: list[Cell], model_len: int | None = None) -> BenchSpeculator:
+        """The speculator of ``cells``."""
+        return speculator_for(cells, self.device, self.attention, model_len or self.model_len)
 
 
 def say(text: str) -> None:
@@ -77,48 +103,47 @@ def compare_once(spec: BenchSpeculator, fused: draftfuse.FusedDraft, rows: int, 
     return {"requests": rows, "capacity": capacity, "k": k, "differ": differ}
 
 
-def equal(device: torch.device, attention: str, results: Results) -> None:
+def equal(plan: Plan) -> None:
     """Bit for bit, over batches and capacities."""
     k, capacities, batches = 8, [1, 2, 4, 8, 16], (1, 2, 3, 4, 5, 8, 11, 16)
-    spec = speculator_for([Cell("eagle-b", capacities[-1], k, 256)], device, attention, 512)
+    spec = plan.speculator([Cell("eagle-b", capacities[-1], k, 256)], 512)
     fused = draftfuse.compile(spec, compiler="none", mode="fused", request_capacities=capacities)
     found = []
     for rows in batches:
         capacity = next(c for c in capacities if rows <= c)
         found += [compare_once(spec, fused, rows, capacity, steps) for steps in (k, 4)]
         say(f"equal: {rows} requests at capacity {capacity}: {found[-2]['differ'] or 'equal'}")
-        results.put("equal", found)
+        plan.results.put("equal", found)
 
 
-def speed(device: torch.device, attention: str, results: Results) -> None:
+def speed(plan: Plan) -> None:
     """Cells of widths A and B in the modes that matter here."""
-    bandwidth = copy_bandwidth(device)
-    results.put("copy_bandwidth", bandwidth)
+    bandwidth = copy_bandwidth(plan.device)
+    plan.results.put("copy_bandwidth", bandwidth)
     say(f"speed: copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     for name in ("eagle-a", "eagle-b"):
-        cells = [Cell(name, rows, 8, CONTEXT) for rows in (1, 64)]
-        bench = Workbench(speculator_for(cells, device, attention, MODEL_LEN), [1, 64])
+        cells = [Cell(name, rows, 8, plan.context) for rows in (1, plan.spans[-1])]
+        bench = Workbench(plan.speculator(cells), [1, plan.spans[-1]])
         for record in measure_cells(bench, cells, ("graph", "hand", "whole", "none", "draftfuse"), bandwidth, say):
-            results.append("speed", record)
+            plan.results.append("speed", record)
 
 
-def span(device: torch.device, attention: str, results: Results) -> None:
+def span(plan: Plan) -> None:
     """Host span and launches, fused against split."""
-    capacities = [1, 16, 64]
-    bench = Workbench(speculator_for([Cell("eagle-a", 64, 7, CONTEXT)], device, attention, MODEL_LEN), capacities)
+    bench = Workbench(plan.speculator([Cell("eagle-a", plan.spans[-1], 7, plan.context)]), plan.spans)
     for k in (7, 3):
         fused = draftfuse.compile(
-            bench.spec, num_speculative_tokens=k, compiler="none", mode="fused", request_capacities=capacities
+            bench.spec, num_speculative_tokens=k, compiler="none", mode="fused", request_capacities=plan.spans
         )
-        for rows in capacities:
-            results.append("span", span_of(bench, fused, rows, k))
-            say(f"span: {results.data['span'][-1]}")
+        for rows in plan.spans:
+            plan.results.append("span", span_of(bench, fused, plan.context, rows, k))
+            say(f"span: {plan.results.data['span'][-1]}")
 
 
-def span_of(bench: Workbench, fused: draftfuse.FusedDraft, rows: int, k: int) -> Record:
+def span_of(bench: Workbench, fused: draftfuse.FusedDraft, context: int, rows: int, k: int) -> Record:
     """Median host microseconds of decode and of propose, split, fused, and of a graph launch alone."""
-    bench.load(rows, CONTEXT)
-    batch = uniform_batch(bench.spec, rows, CONTEXT, k)
+    bench.load(rows, context)
+    batch = uniform_batch(bench.spec, rows, context, k)
 
     def reset() -> None:
         bench.reset(bench.spec)
@@ -143,16 +168,15 @@ def span_of(bench: Workbench, fused: draftfuse.FusedDraft, rows: int, k: int) ->
 
 def pool_bytes(pool: Any) -> int:
     """Bytes of device memory that a graph pool holds."""
-    snapshot = torch.cuda.memory_snapshot(pool, include_traces=False)
+    snapshot = torch.cuda.memory_snapshot(pool, include_traces=False)  # type: ignore[no-untyped-call]
     return sum(segment["total_size"] for segment in snapshot)
 
 
-def ladder(device: torch.device, attention: str, results: Results) -> None:
+def ladder(plan: Plan) -> None:
     """Capture of eight capacities, and what their graphs hold."""
-    capacities = [1, 2, 4, 8, 16, 32, 64, 128]
-    spec = speculator_for([Cell("eagle-a", 128, 8, CONTEXT)], device, attention, MODEL_LEN)
-    for name, wanted in (("ladder", capacities), ("largest alone", capacities[-1:])):
-        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    spec = plan.speculator([Cell("eagle-a", plan.ladder[-1], 8, plan.context)])
+    for name, wanted in (("ladder", plan.ladder), ("largest alone", plan.ladder[-1:])):
+        pool = torch.cuda.graph_pool_handle() if plan.device.type == "cuda" else None
         fused = draftfuse.compile(spec, request_capacities=wanted, pool=pool)
         start = time.perf_counter()
         fused.capture(progress=False)
@@ -162,7 +186,7 @@ def ladder(device: torch.device, attention: str, results: Results) -> None:
         record: Record = {"what": name, "total_s": total, "trace_s": traced, "compile_s": compiled}
         record |= {"capture_s": total - traced - compiled, "builds": len(builds), "memory": fused.memory()}
         record["pool_bytes"] = pool_bytes(pool) if pool is not None else 0
-        results.append("ladder", record)
+        plan.results.append("ladder", record)
         say(f"ladder: { {n: v for n, v in record.items() if n != 'memory'} }")
         fused.close()
 
@@ -176,7 +200,17 @@ def summary(data: Record) -> list[str]:
     for cell in data.get("speed", []):
         lines.append(f"{cell['cell']}: floor {cell['floor_ms']:.3f} ms")
         for name, m in cell["modes"].items():
-            keys = ("gpu_ms", "cpu_us", "to_floor", "hand_over", "launches", "kernels", "busy_ms", "agreement", "build_s")
+            keys = (
+                "gpu_ms",
+                "cpu_us",
+                "to_floor",
+                "hand_over",
+                "launches",
+                "kernels",
+                "busy_ms",
+                "agreement",
+                "build_s",
+            )
             cells = [f"{key} {m[key]:.4g}" for key in keys if key in m]
             lines.append(f"  {name:10} {m.get('error') or '  '.join(cells)}")
     lines += [f"span {r}" for r in data.get("span", [])]
@@ -200,7 +234,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="start no section after this")
     options = parser.parse_args()
     device = torch.device(options.device)
-    results = Results(options.out, device, {"attention": options.attention, "context": CONTEXT, "max_model_len": MODEL_LEN})
+    plan = Plan.on(device, options.attention, options.out)
     for name in options.only.split(","):
         if time.perf_counter() - START > options.seconds:
             say(f"{name}: left out, no time")
@@ -208,13 +242,13 @@ def main() -> None:
         say(f"{name} begins")
         try:
             with torch.no_grad():
-                SECTIONS[name](device, options.attention, results)
+                SECTIONS[name](plan)
         except Exception as error:
-            results.put("errors", results.data.get("errors", {}) | {name: failure(error)})
+            plan.results.put("errors", plan.results.data.get("errors", {}) | {name: failure(error)})
             say(f"{name}: {failure(error)}")
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    print("\n".join(summary(results.data)))
+    print("\n".join(summary(plan.results.data)))
 
 
 START = time.perf_counter()

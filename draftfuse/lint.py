@@ -25,7 +25,7 @@ from draftfuse.passes.render import canonical
 from draftfuse.state import Saved, fill_dummy, persistent_tensors
 from draftfuse.trace import Trace, trace
 
-PROBED_STEPS = 3
+PROBED_STEPS = 2
 _HOOKS = ("on_prefill_begin", "on_prefill_end", "on_multi_step_decode_begin", "on_multi_step_decode_end")
 
 
@@ -123,8 +123,7 @@ def of_change(spec: Any, change: python_state.Change) -> Finding:
         return Finding(ERROR, "fresh-allocation", text, todo, change.source, phase=phase)
     text = f"the loop changes Python state at {change}: a replay would not, and what was traced stays as it was"
     todo = "Count in a tensor, or outside the loop (a lifecycle hook such as on_multi_step_decode_end runs at every replay)."
-    severity = ERROR if change.kind == "entry" and "tensor" in change.after else WARNING
-    return Finding(severity, "side-effect", text, todo, change.source, phase=phase)
+    return Finding(WARNING, "side-effect", text, todo, change.source, phase=phase)
 
 
 def of_graph(spec: Any, traced: Trace) -> list[Finding]:
@@ -197,6 +196,7 @@ def _name_of(error: DraftfuseError) -> str:
 
 
 _BY_TEXT = {
+    "compiles loops that draft one token": "loop-kind",
     "Data-dependent branching": "python-branch",
     "Could not guard on data-dependent": "python-branch",
     "ContextVar": "context-read",

@@ -22,7 +22,6 @@ from draftfuse.writers import globals_of, is_library, writer_of
 SCALARS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _LEAVES = (*SCALARS, type, types.ModuleType, types.BuiltinFunctionType, torch.Generator)
 LIMIT = 200_000  # objects looked at; an engine's whole configuration may hang on a speculator
-_METHODS = ("prefill", "forward", "sample", "advance", "build", "refresh", "guards", "invalidate")
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class _Walker:
                 continue
             for name, item in list(vars(klass).items()):
                 if isinstance(item, types.FunctionType):
-                    if name in _METHODS:
+                    if not name.startswith("__"):
                         self.function(item, f"{path}.{name}")
                 elif not name.startswith("__") and not _is_descriptor(item):
                     self.visit(item, f"{klass.__name__}.{name}", klass, name)
@@ -211,8 +210,16 @@ def diff(before: State, after: State) -> list[Change]:
         if old == new or _belongs_to_changed(path, changes):
             continue
         owner, attribute = (after if path in after.owners else before).owners[path]
-        changes.append(Change(path, show(old), show(new), _kind(new or old), writer_of(owner, attribute)))
+        kind = "tensor" if _holds_new_tensor(path, before, after) else "entry" if _is_container(new or old) else "value"
+        changes.append(Change(path, show(old), show(new), kind, writer_of(owner, attribute)))
     return changes
+
+
+def _holds_new_tensor(path: str, before: State, after: State) -> bool:
+    """Whether a tensor that was not reachable before is at ``path`` or below."""
+    known = {id(t) for t in before.tensors.values()}
+    below = (path, f"{path}[", f"{path}.")
+    return any(id(t) not in known for p, t in after.tensors.items() if p == path or p.startswith(below[1:]))
 
 
 def _belongs_to_changed(path: str, changes: list[Change]) -> bool:
@@ -220,10 +227,8 @@ def _belongs_to_changed(path: str, changes: list[Change]) -> bool:
     return any(path.startswith((f"{c.path}[", f"{c.path}.")) for c in changes)
 
 
-def _kind(leaf: Any) -> str:
-    if leaf[0] == "tensor":
-        return "tensor"
-    return "entry" if leaf[0] in ("dict", "list", "set", "deque", "tuple") else "value"
+def _is_container(leaf: Any) -> bool:
+    return leaf[0] in ("dict", "list", "set", "deque", "tuple")
 
 
 def show(leaf: Any) -> str:
@@ -232,6 +237,6 @@ def show(leaf: Any) -> str:
         return "nothing"
     if leaf[0] == "tensor":
         return f"a tensor {leaf[3]}{list(leaf[2])} at {leaf[1]:#x}"
-    if leaf[0] in ("dict", "list", "set", "deque", "tuple"):
+    if _is_container(leaf):
         return f"{leaf[0]} of {leaf[1]}"
     return repr(leaf[1]) if len(leaf) > 1 else f"a {leaf[0]}"

@@ -25,8 +25,14 @@ class Segment:
 
     @property
     def trivial(self) -> bool:
-        """Nothing to compute: views and tuple items only."""
-        return not self.stores and all(ir.is_view(n) or not ir.is_tensor(n) for n in self.nodes)
+        """Nothing to compute: views, tuple items and sizes only."""
+        return not self.stores and all(ir.is_alias(n) or ir.is_number(n) for n in self.nodes)
+
+    @property
+    def reads(self) -> set[fx.Node]:
+        """What its kernels take from outside."""
+        inside = {*self.nodes, *self.stores}
+        return {a for n in self.nodes for a in n.all_input_nodes if a not in inside}
 
 
 @dataclass
@@ -79,19 +85,18 @@ def _close(current: Segment, items: list[Segment | fx.Node]) -> Segment:
 def _is_static(node: fx.Node, known: set[fx.Node]) -> bool:
     if not known.issuperset(node.all_input_nodes):
         return False
-    return ir.is_view(node) or (ir.is_pure(node) and not ir.is_tensor(node) and bool(node.all_input_nodes))
+    return ir.is_view(node) or (ir.is_pure(node) and ir.is_number(node) and bool(node.all_input_nodes))
 
 
 def _eager_memory(graph: fx.Graph) -> set[int]:
-    """Tensors made inside the loop that an opaque operator writes: their address matters, Inductor must not make them."""
+    """Tensors made inside the loop that an opaque operator writes: Inductor must not make them, addresses matter."""
     inputs = ir.input_storages(graph)
-    keys = {ir.storage(t) for n in graph.nodes for t in ir.written(n)}
-    return {k for k in keys if k is not None and k not in inputs}
+    return ir.mutated_storages(graph) - inputs.keys()
 
 
 def _touches(node: fx.Node, eager: set[int]) -> bool:
     """Whether ``node`` makes, or is a view of, memory that an opaque operator writes."""
-    return ir.storage(node) in eager
+    return not ir.storages(node).isdisjoint(eager)
 
 
 def _is_item_of_call(node: fx.Node) -> bool:
@@ -103,10 +108,33 @@ def _is_foldable(node: fx.Node, current: Segment) -> bool:
     if node.target is not torch.ops.aten.copy_.default or not (current.nodes or current.stores):
         return False
     target, source = node.args[0], node.args[1]
-    assert isinstance(target, fx.Node) and isinstance(source, fx.Node)
+    assert isinstance(target, fx.Node)
+    assert isinstance(source, fx.Node)
     if ir.root(target).op != "placeholder" or not ir.is_aligned(target) or not ir.is_tensor(source):
         return False
     if any(ir.storage(s.args[0]) == ir.storage(target) for s in current.stores):  # type: ignore[arg-type]
         return False
+    if any(may_overlap(read, target) for read in (*current.reads, source) if read is not target):
+        return False  # to Inductor these are two tensors: it may write the one before it has read the other
+    if any(may_overlap(source, s.args[0]) for s in current.stores):  # type: ignore[arg-type]
+        return False
     have, want = ir.value(source), ir.value(target)
     return bool(have.dtype == want.dtype and have.device == want.device and have.dim() == want.dim())
+
+
+def may_overlap(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two tensors can share an element: they are of one storage, and may lie together in it."""
+    if ir.storage(a) is None or ir.storage(a) != ir.storage(b):
+        return False
+    (begin, end), (other_begin, other_end) = (_span(n) or _span(ir.root(n)) or (0, float("inf")) for n in (a, b))
+    return begin < other_end and other_begin < end
+
+
+def _span(node: fx.Node) -> tuple[int, int] | None:
+    """First byte and end of the memory that a tensor covers in its storage; None where that is not known."""
+    val = ir.value(node)
+    numbers = [*val.shape, *val.stride(), val.storage_offset()]
+    if not all(isinstance(n, int) for n in numbers) or 0 in val.shape:
+        return None
+    last = val.storage_offset() + sum((s - 1) * t for s, t in zip(val.shape, val.stride(), strict=True))
+    return val.storage_offset() * val.element_size(), (last + 1) * val.element_size()

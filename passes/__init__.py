@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from torch import fx
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 
 from draftfuse.passes.buffers_to_values import buffers_to_values
 from draftfuse.passes.drop_dead_refresh import drop_dead_refresh

@@ -197,7 +197,7 @@ class _Forwarding:
         node.meta["stack_trace"] = entry.value.meta.get("stack_trace", "")
 
     def erase(self, node: fx.Node) -> None:
-        node.replace_all_uses_with(node.args[0])
+        node.replace_all_uses_with(ir.written(node)[0])
         self.graph.erase_node(node)
 
 

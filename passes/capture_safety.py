@@ -97,6 +97,8 @@ def _front_calls(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
         if (node.op == "call_method" and name in _METHODS) or _goes_to_cpu(node):
             todo = "Keep the value in a tensor of the loop's device."
             yield _finding(node, ERROR, "host-sync", f".{name}() brings a tensor to the host", todo)
+        if type(node.target).__name__.startswith("numpy_"):  # Dynamo's wrappers: numpy runs on the host
+            yield _finding(node, ERROR, "host-sync", "NumPy computes on the host", "Use torch.")
         if node.op == "call_function" and name in _FUNCTIONS and _is_torch(node):
             yield _made_on_host(node, around)
 

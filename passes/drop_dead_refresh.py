@@ -33,11 +33,11 @@ def _drop_stores(graph: fx.Graph) -> int:
     for node in list(graph.nodes):
         if ir.is_opaque(node):
             pending.clear()
-        for arg in node.all_input_nodes if not ir.is_view(node) and not ir.is_tap(node) else ():
-            if arg not in ir.written(node) or not _is_store(node):
+        for arg in ir.nodes_in(node.args[1:]) if _is_store(node) else node.all_input_nodes:
+            if not ir.is_view(node) and not ir.is_tap(node):
                 pending.pop(ir.storage(arg) or 0, None)
         if _is_store(node):
-            key = ir.storage(node.args[0]) or 0  # type: ignore[arg-type]
+            key = ir.storage(node.args[0]) or 0
             earlier = pending.get(key)
             if earlier is not None and earlier.args[0] is node.args[0]:
                 graph.erase_node(earlier)

@@ -69,7 +69,7 @@ def is_number(node: fx.Node) -> bool:
 
 
 def geometry(val: Tensor) -> tuple[Any, ...]:
-    """What part of its storage a tensor covers, and how: dtype, sizes, strides, offset (sympy expressions), lazy bits."""
+    """What part of its storage a tensor covers, and how: dtype, lazy bits, sizes, strides, offset (as expressions)."""
     numbers = [*val.shape, *val.stride(), val.storage_offset()]
     return (val.dtype, val.is_conj(), val.is_neg(), *map(expression, numbers))
 
@@ -143,7 +143,7 @@ def is_aten(node: fx.Node) -> bool:
 
 def is_tap(node: fx.Node) -> bool:
     """Whether ``node`` only names a value."""
-    return isinstance(node.target, OpOverload) and node.target.name() == "draftfuse::tap"
+    return isinstance(node.target, OpOverload) and node.target._schema.name == "draftfuse::tap"
 
 
 def is_opaque(node: fx.Node) -> bool:
@@ -216,7 +216,8 @@ def source_line(node: fx.Node) -> SourceLine | None:
     """The innermost frame of the user's code behind ``node``; of any code where no frame is the user's."""
     found = frames(node)
     users = [f for f in found if not is_own_file(f.file)]
-    return (users or found or [None])[-1]
+    named = users or found
+    return named[-1] if named else None
 
 
 def is_own_file(file: str) -> bool:
@@ -243,11 +244,30 @@ def copy_meta(new: fx.Node, old: fx.Node) -> None:
 
 
 def undo_renames(graph: fx.Graph) -> None:
-    """make_fx calls a tensor by the name of its last mutation: give uses the tensor itself."""
+    """make_fx calls a tensor by the name of its last mutation: give uses the tensor itself.
+
+    A result of the operator's own stays what it is. An operator that reshapes in place (``t_``) becomes the view that
+    it makes, which is what make_fx's names say already.
+    """
     for node in list(graph.nodes):
         targets = written(node)
-        if len(targets) == 1 and node.users:
+        if len(targets) != 1 or storage(node) != storage(targets[0]) or not is_tensor(node):
+            continue
+        view = reshaping_view(node)
+        if view is not None:
+            node.target = view
+        elif node.users:
             node.replace_all_uses_with(targets[0])
+
+
+def reshaping_view(node: fx.Node) -> OpOverload | None:
+    """The view operator behind one that changes the sizes of its argument in place; None for anything else."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.inplace_view not in node.target.tags:
+        return None
+    packet = getattr(torch.ops.aten, node.target._schema.name.removeprefix("aten::").rstrip("_"), None)
+    found = getattr(packet, node.target._overloadname, None)
+    is_view_operator = isinstance(found, OpOverload) and found._schema.returns[0].alias_info is not None
+    return found if is_view_operator else None
 
 
 def eliminate_dead_code(graph: fx.Graph) -> int:
@@ -284,7 +304,9 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return node
 
 
-def try_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node | None:
+def try_call(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node
+) -> fx.Node | None:
     """:func:`call`, or None (and nothing inserted) where ``target`` refuses these arguments."""
     try:
         return call(graph, target, args, kwargs, like)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,7 +178,7 @@ _SCATTER = {
     aten.diagonal.default: aten.diagonal_scatter.default,
 }
 # View -> its arguments -> the operator that takes a value of the view back to the shape of what it is a view of.
-_UNDO = {
+_UNDO: dict[Any, Callable[..., tuple[Any, tuple[Any, ...]]]] = {
     aten.alias.default: lambda: (aten.alias.default, ()),
     aten.t.default: lambda: (aten.t.default, ()),
     aten.transpose.int: lambda a, b: (aten.transpose.int, (a, b)),

@@ -17,12 +17,14 @@ REFRESH_PHASES = ("slot_mapping", "refresh")
 
 
 def lower_metadata_refresh(graph: fx.Graph, *, register: Register) -> int:
-    """Replace a region of refresh nodes by ``draftfuse_gen::refresh_<hash>(Tensor[] reads, SymInt[] sizes, Tensor(a!)[] rows)``.
+    """Replace a region of refresh nodes by one operator ``draftfuse_gen::refresh_<hash>``.
 
-    What refresh_ahead put in front of the loop is one region; whatever depends on drafted tokens is one region a
-    step. Equal regions give the same operator (``register`` is called with the body and its canonical text). Each
-    value used outside its region is written to rows of its own in a persistent buffer that draftfuse owns: a new
-    placeholder with ``meta["owned"]``. Stands last among the refresh passes, when only live, distinct refreshes are left.
+    Its schema is ``(Tensor[] reads, SymInt[] sizes, Tensor(a!)[] rows) -> ()``. What refresh_ahead put in front of the
+    loop is one region; whatever depends on drafted tokens is one region a step. Equal regions give the same operator
+    (``register`` is called with the body and its canonical text). Each value used outside its region is written to
+    rows of its own in a persistent buffer that draftfuse owns: a new placeholder with ``meta["owned"]``. Memory that
+    another operator writes is left alone. Stands last among the refresh passes, when only live, distinct refreshes
+    are left.
 
     Before::
 
@@ -98,7 +100,8 @@ def _contiguous(graph: fx.Graph, members: list[fx.Node], inside: set[fx.Node]) -
 
 def _first_outside_user(graph: fx.Graph, inside: set[fx.Node]) -> fx.Node:
     users = {u for n in inside for u in n.users if u not in inside}
-    return next(n for n in graph.nodes if n in users)
+    nodes: list[fx.Node] = list(graph.nodes)
+    return next(n for n in nodes if n in users)
 
 
 def _misaligned_views(members: list[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:

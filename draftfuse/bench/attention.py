@@ -1,4 +1,4 @@
-"""Attention backends of the measured speculators: draftfuse's Triton operator, or FlashAttention 3 where it is installed.
+"""Attention of the measured speculators: draftfuse's Triton operator, or FlashAttention 3 where it is installed.
 
 Shapes: T tokens, Q query heads, D head size, N pages, P slots a page, G KV heads.
 """
@@ -19,7 +19,9 @@ BACKENDS = ("triton", "fa3")
 class Backend(Protocol):
     """A metadata builder and the attention that reads its metadata."""
 
-    builder: MetadataBuilder
+    @property
+    def builder(self) -> MetadataBuilder:
+        """Builds what :meth:`attend` reads."""
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: Any) -> Tensor:
         """Attention of [T, Q, D] over the pages; ``metadata`` is what the builder made, with a ``slot_mapping``."""

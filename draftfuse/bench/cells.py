@@ -91,7 +91,9 @@ def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
     return [c for c in cells if not wanted or any(fnmatchcase(c.name, p) for p in wanted.values())]
 
 
-def speculator_for(cells: Sequence[Cell], device: torch.device, attention: str, max_model_len: int | None = None) -> BenchSpeculator:
+def speculator_for(
+    cells: Sequence[Cell], device: torch.device, attention: str, max_model_len: int | None = None
+) -> BenchSpeculator:
     """One speculator, large enough for all of ``cells`` (which share its kind)."""
     kind = SPECULATORS[cells[0].speculator]
     widths = kind.widths_on(device)

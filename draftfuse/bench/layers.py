@@ -1,6 +1,6 @@
 """The layers of the measured speculators: plain PyTorch, random weights, KV in pages.
 
-Shapes: T tokens, H hidden, Q query heads, G KV heads, D head size, M MLP width, L max_model_len, N pages, P slots a page.
+Shapes: T tokens, H hidden, Q query heads, G KV heads, D head size, L max_model_len, N pages, P slots a page.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def rope(x: Tensor, angles: Tensor) -> Tensor:
 class Attention:
     """Fused qkv product, rope, KV write, paged attention, output product."""
 
-    def __init__(self, make: Maker, w: Widths, inputs: int, table: Tensor, pages: tuple[int, int], backend: Backend) -> None:
+    def __init__(
+        self, make: Maker, w: Widths, inputs: int, table: Tensor, pages: tuple[int, int], backend: Backend
+    ) -> None:
         self.w, self.table, self.backend = w, table, backend
         self.qkv = make.weight((w.heads + 2 * w.kv_heads) * w.head_size, inputs)
         self.out = make.weight(w.hidden, w.heads * w.head_size)
@@ -99,7 +101,7 @@ class Attention:
     def __call__(self, x: Tensor, positions: Tensor, metadata: Any) -> Tensor:
         w = self.w
         heads = F.linear(x, self.qkv).view(-1, w.heads + 2 * w.kv_heads, w.head_size)
-        query, key, value = heads.split([w.heads, w.kv_heads, w.kv_heads], dim=1)
+        query, key, value = torch.split(heads, [w.heads, w.kv_heads, w.kv_heads], dim=1)
         angles = self.table[positions]
         query, key = rope(query, angles), rope(key, angles)
         write_kv(key, value, self.key_cache, self.value_cache, metadata.slot_mapping)

@@ -73,7 +73,9 @@ def profile_all(bench: Workbench, built: dict[str, Ready], records: dict[str, Re
             records[name] |= {"profile_error": failure(error)["error"]}
             continue
         if found is not None:
-            records[name] |= {n: getattr(found, n) for n in ("launches", "graph_launches", "kernels", "copies", "busy_ms")}
+            records[name] |= {
+                n: getattr(found, n) for n in ("launches", "graph_launches", "kernels", "copies", "busy_ms")
+            }
             top[name] = found.top
     return top
 

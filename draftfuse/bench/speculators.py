@@ -143,7 +143,8 @@ class StandaloneDraft(BenchSpeculator):
         w = self.widths
         self.input_norms = [self.make.gain(w.hidden) for _ in range(w.layers)]
         self.layers = [
-            DecoderLayer(self.make, self.attention(w.hidden), SwiGLU(self.make, w.hidden, w.mlp)) for _ in range(w.layers)
+            DecoderLayer(self.make, self.attention(w.hidden), SwiGLU(self.make, w.hidden, w.mlp))
+            for _ in range(w.layers)
         ]
 
     def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -175,6 +175,7 @@ class Engine:
             temperature=self._tensor([r.temperature for r in active], torch.float32),
             seeds=self._tensor([r.seed for r in active]),
             idx_mapping=rows,
+            max_query_len=max(map(len, queries)),
         )
 
     def _metadata(self, batch: DraftBatch) -> PagedMetadata:

@@ -10,7 +10,7 @@ Shape letters: R requests (rows), T tokens, W index columns, Hq query heads, H K
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,8 +45,8 @@ class SparseSwaMetadata:
     swa_indices: Tensor  # i32[T, W], -1 past the window
     window: int
     width: int
-    tile_scheduler: TileScheduler = field(default_factory=TileScheduler)
-    index_cache: dict[str, Tensor] = field(default_factory=dict)
+    tile_scheduler: TileScheduler
+    index_cache: dict[str, Tensor]  # filled by ``prepared_indices``
 
 
 class SparseSwaBuilder:
@@ -72,7 +72,8 @@ class SparseSwaBuilder:
             self.window,
             common.page_size,
         )
-        return SparseSwaMetadata(common.slot_mapping, is_valid, rows, lens, indices, self.window, self.width)
+        fields = (common.slot_mapping, is_valid, rows, lens, indices, self.window, self.width)
+        return SparseSwaMetadata(*fields, TileScheduler(), {})
 
     def guards(self, metadata: SparseSwaMetadata) -> Sequence[Guard]:
         """Window and index width, which sizes in the captured graph depend on."""
@@ -112,6 +113,8 @@ class RegisteredSparseSwaBuilder(SparseSwaBuilder):
             self.swa_indices[:n],
             self.window,
             self.width,
+            TileScheduler(),
+            {},
         )
         if common.draft_step == 0:
             self.refresh(metadata, common)

@@ -12,9 +12,12 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import annotate
 
+from draftfuse.lowering.emit import Emission, emit
 from draftfuse.lowering.generated import register_refresh
+from draftfuse.lowering.workspace import Workspace
 from draftfuse.passes import Pass, ir, pipeline
 from draftfuse.trace import clean
 
@@ -32,10 +35,15 @@ def at(phase: str, step: int | None = None) -> Iterator[None]:
 
 def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any] | None = None) -> Any:
     """Define ``toy::<schema>`` once for the whole session; returns its overload."""
-    name = schema.split("(")[0]
+    name, returns_nothing = schema.split("(")[0], schema.endswith("-> ()")
+
+    def kernel(*args: Any) -> Any:
+        result = run(*args)
+        return None if returns_nothing else result
+
     if name not in _REGISTERED:
         LIBRARY.define(schema)
-        LIBRARY.impl(name, run, "CPU")
+        LIBRARY.impl(name, kernel, "CPU")
         LIBRARY.impl(name, fake or (lambda *args: None), "Meta")
         _REGISTERED[name] = getattr(torch.ops.toy, name).default
     return _REGISTERED[name]
@@ -43,7 +51,7 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any] | No
 
 def build(function: Function, *tensors: Tensor) -> fx.Graph:
     """The IR of ``function``, which returns nothing and writes its arguments; placeholders carry the argument's name."""
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = [mode.from_tensor(t, static_shapes=True) for t in tensors]
     with torch.no_grad(), fx_traceback.preserve_node_meta(), mode:
         module = make_fx(function)(*fakes)
@@ -85,15 +93,26 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def assert_equal_eager(function: Function, graph: fx.Graph, *tensors: Tensor) -> None:
+def assert_equal_eager(
+    function: Function, graph: fx.Graph, *tensors: Tensor, run: Callable[..., Any] = run_graph
+) -> None:
     """``graph`` leaves in its inputs, bit for bit, what ``function`` leaves in them."""
     expected, got = copies(tensors), copies(tensors)
     torch.manual_seed(0)
     function(*expected)
     torch.manual_seed(0)
-    run_graph(graph, got)
+    run(graph, got)
     for name, want, have in zip(function.__code__.co_varnames, expected, got, strict=False):
         assert torch.equal(want, have), f"{name}: eager {want}, graph {have}"
+
+
+def run_emitted(graph: fx.Graph, tensors: Sequence[Tensor], compiler: str = "none") -> Emission:
+    """Run what emission makes of ``graph`` on ``tensors``."""
+    outside = [n for n in ir.placeholders(graph) if not n.meta.get("owned")]
+    live = {node.name: tensor for node, tensor in zip(outside, tensors, strict=True)}
+    emission = emit(graph, ir.fake_mode_of(graph), live, compiler=compiler)
+    emission.bind(0, Workspace()).run()
+    return emission
 
 
 def targets(graph: fx.Graph) -> list[str]:

@@ -293,7 +293,7 @@ def vendor_attention(
 define(
     "fa3_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor(a!) schedule, Tensor(b!) out, float scale, int max_query_len, int max_seq_len, "
-    "int num_splits, int window=0) -> ()"
+    "int num_splits, int window) -> ()"
 )
 implement("fa3_attention", _attention_cpu, "CPU")
 implement("fa3_attention", _attention_cuda, "CUDA")

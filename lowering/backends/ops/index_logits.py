@@ -63,8 +63,9 @@ def reference(
     logits = query.new_full((lens.shape[0], block_table.shape[1] * page), float("-inf"), dtype=torch.float32)
     (row, unit), (last_row, last_unit) = schedule[0].tolist(), schedule[-1].tolist()
     while (row, unit) < (last_row, last_unit) and row < lens.shape[0]:
-        entries = torch.arange(unit * SPLIT, min(int(lens[row]), (unit + 1) * SPLIT))
-        if len(entries):
+        begin, end = unit * SPLIT, min(int(lens[row]), (unit + 1) * SPLIT)
+        if begin < end:
+            entries = torch.arange(begin, end)
             keys = key_cache[block_table[row, entries // page].to(torch.int64), entries % page].float()
             logits[row, entries] = weights[row].float() @ torch.relu(query[row].float() @ keys.T)
             unit += 1

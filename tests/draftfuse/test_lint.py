@@ -1,0 +1,305 @@
+"""The lint: every sample mistake at its line, nothing on loops that are right, comments that allow, and the hook-up."""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import draftfuse
+from draftfuse import CommonMetadata, DraftInputs
+from draftfuse.errors import UnsafeLoopError
+from draftfuse.lint import lint
+from draftfuse.passes.findings import Finding
+from tests.failures.small import Small, WindowBuilder, WindowMetadata
+
+SCALE = torch.ones(8)
+LOG: list[int] = []
+CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=2.0)
+
+
+class Item(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        longest = inputs.seq_lens.max().item()  # here
+        return super().enter(inputs) * longest
+
+
+class Cpu(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        return super().enter(inputs) * inputs.seq_lens.max().cpu()  # here
+
+
+class ToCpu(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        return super().enter(inputs) * inputs.seq_lens.max().to("cpu")  # here
+
+
+class ToList(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        first = inputs.seq_lens.tolist()[0]  # here
+        return super().enter(inputs) * first
+
+
+class NumPy(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        host = inputs.seq_lens.numpy() * 2  # here
+        return super().enter(inputs) * torch.from_numpy(host).unsqueeze(1)
+
+
+class HostTensor(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        scale = torch.tensor([1.0, 2.0])  # here
+        return super().enter(inputs) * scale.sum()
+
+
+class NonZero(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        live = inputs.seq_lens.nonzero()  # here
+        return super().enter(inputs) * live.sum()
+
+
+class Mask(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        live = inputs.positions[inputs.seq_lens > 0]  # here
+        return super().enter(inputs) * live.sum()
+
+
+class MaskedWrite(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        x = super().enter(inputs)
+        x[inputs.seq_lens == 0] = 0.0  # here
+        return x
+
+
+class Branch(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        if inputs.seq_lens.sum() > 7:  # here
+            return super().enter(inputs)
+        return super().enter(inputs) * 2
+
+
+class Random(Small):
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        noise = torch.rand(hidden.shape[0], 17)  # here
+        return (hidden @ self.embed.t() + noise).argmax(-1)
+
+
+class Dropout(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        return torch.nn.functional.dropout(super().enter(inputs), 0.1)  # here
+
+
+class Rebound(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        self.entered = super().enter(inputs)  # here
+        return self.entered
+
+
+class Appended(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trail: list[Tensor] = []
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        x = super().enter(inputs)
+        self.trail.append(x)  # here
+        return x
+
+
+class Counter(Small):
+    calls = 0
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        self.calls += 1  # here
+        return super().enter(inputs)
+
+
+class GlobalLog(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        LOG.append(inputs.positions.shape[0])  # here
+        return super().enter(inputs)
+
+
+class GlobalRead(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        return super().enter(inputs) * SCALE  # here
+
+
+class GlobalWrite(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        x = super().enter(inputs)
+        SCALE.copy_(x[0])  # here
+        return x
+
+
+class Context(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        return super().enter(inputs) * CONTEXT.get()  # here
+
+
+class RawWrite(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        x = super().enter(inputs)
+        slots = self.attn_groups[0].slot_mapping[: x.shape[0]]
+        self.key.view(-1, 2, 4)[slots] = x.view(-1, 2, 4)  # here
+        return x
+
+
+class ShortTable(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = self.place[:20].clone()
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        return self.embed[inputs.input_ids] + self.place[inputs.positions]  # here
+
+
+class Memo(WindowBuilder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memo: dict[int, Tensor] = {}
+
+    def build(self, common: CommonMetadata) -> WindowMetadata:
+        if common.num_reqs not in self.memo:
+            self.memo[common.num_reqs] = (common.seq_lens - self.window).clamp(min=0)  # here
+        start = self.memo[common.num_reqs]
+        return WindowMetadata(common.seq_lens, common.block_table, common.slot_mapping, start, common.seq_lens - start)
+
+
+def mistakes() -> list[tuple[Callable[[], Small], type, str]]:
+    """Speculator, the class whose source has the line, the finding's class."""
+    plain: list[tuple[type[Small], str]] = [
+        (Item, "host-sync"),
+        (Cpu, "host-sync"),
+        (ToCpu, "host-sync"),
+        (ToList, "host-sync"),
+        (NumPy, "host-sync"),
+        (HostTensor, "cpu-tensor"),
+        (NonZero, "data-dependent-shape"),
+        (Mask, "data-dependent-shape"),
+        (MaskedWrite, "data-dependent-shape"),
+        (Branch, "python-branch"),
+        (Random, "baked-rng"),
+        (Dropout, "baked-rng"),
+        (Rebound, "fresh-allocation"),
+        (Appended, "fresh-allocation"),
+        (Counter, "side-effect"),
+        (GlobalLog, "side-effect"),
+        (GlobalRead, "undeclared-input"),
+        (GlobalWrite, "foreign-write"),
+        (Context, "context-read"),
+        (RawWrite, "raw-kv-write"),
+        (ShortTable, "short-table"),
+    ]
+    return [*((klass, klass, name) for klass, name in plain), (lambda: Small(builder=Memo()), Memo, "fresh-allocation")]
+
+
+def line_of(klass: type) -> int:
+    lines, start = inspect.getsourcelines(klass)
+    return start + next(i for i, line in enumerate(lines) if "# here" in line)
+
+
+def located(found: list[Finding], name: str) -> list[int]:
+    return [f.source.line for f in found if f.name == name and f.source is not None]
+
+
+@pytest.mark.parametrize(("make", "klass", "name"), mistakes(), ids=lambda v: getattr(v, "__name__", v))
+def test_a_sample_mistake_is_reported_at_its_line(make: Callable[[], Small], klass: type, name: str) -> None:
+    LOG.clear()
+    found = lint(make(), k=3)
+    assert line_of(klass) in located(found, name), found
+    assert all(f.todo for f in found)
+    assert LOG == []
+
+
+def test_a_right_loop_is_clean_and_left_as_it_was() -> None:
+    spec = Small()
+    spec.inputs.positions.fill_(3)
+    before = {n: t.clone() for n, t in spec.inputs.named_tensors().items()} | {"key": spec.key.clone()}
+    assert lint(spec) == []
+    after = spec.inputs.named_tensors() | {"key": spec.key}
+    assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_tracing_leaves_python_state_alone() -> None:
+    spec = Appended()
+    lint(spec, k=3)
+    assert spec.trail == []
+    counted = Counter()
+    lint(counted, k=3)
+    assert "calls" not in vars(counted)
+
+
+class Allowed(Small):
+    calls = 0
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        scale = torch.tensor([1.0, 2.0])  # draftfuse: allow[cpu-tensor] made once in the warm-up
+        self.calls += 1  # draftfuse: allow[host-sync] another class
+        return super().enter(inputs) * scale.sum()
+
+
+def test_a_comment_silences_one_class_on_its_line() -> None:
+    found = lint(Allowed(), k=3)
+    assert [(f.name, f.allowed) for f in found] == [("side-effect", None), ("cpu-tensor", "made once in the warm-up")]
+
+
+class AllowedError(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        return super().enter(inputs) * SCALE  # draftfuse: allow[undeclared-input] a constant of the module
+
+
+def test_an_allowed_error_compiles_and_stays_in_the_report() -> None:
+    fused = draftfuse.compile(AllowedError(k=3), compiler="none")
+    fused.decode(2)
+    assert [f.allowed for f in fused.report.findings] == ["a constant of the module"]
+    assert "a constant of the module" in fused.explain()
+
+
+@pytest.mark.parametrize("klass", [GlobalRead, RawWrite, Rebound, ShortTable, Random])
+def test_the_first_build_refuses_errors(klass: type[Small]) -> None:
+    with pytest.raises(UnsafeLoopError) as caught:
+        draftfuse.compile(klass(), compiler="none").decode(2)
+    assert f"{__file__.rsplit('/', 1)[-1]}:{line_of(klass)}: " in str(caught.value)
+    assert "# here" in str(caught.value)
+
+
+def test_the_first_build_reports_warnings() -> None:
+    fused = draftfuse.compile(Counter(k=2), compiler="none")
+    fused.decode(2)
+    assert [f.name for f in fused.report.findings] == ["side-effect"]
+
+
+def test_a_mistake_in_a_builder_runs_split() -> None:
+    spec, twin = Small(k=3, builder=Memo()), Small(k=3, builder=Memo())
+    fused, eager = draftfuse.compile(spec, compiler="none"), draftfuse.compile(twin, mode="eager")
+    fused.decode(2)
+    eager.decode(2)
+    assert [f.mode for f in fused.report.fallbacks] == ["split"]
+    assert torch.equal(spec.inputs.draft_tokens, twin.inputs.draft_tokens)
+    with pytest.raises(draftfuse.errors.NotFusableError):
+        draftfuse.compile(Small(k=3, builder=Memo()), compiler="none", mode="fused").decode(2)
+
+
+class Tree(Small):
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        return (hidden @ self.embed.t()).topk(2).indices
+
+
+class Heads(Small):
+    def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        hidden, feedback = super().forward(inputs, metadata)
+        return torch.cat([hidden, hidden]), feedback
+
+
+@pytest.mark.parametrize(("klass", "words"), [(Tree, "tree of drafts"), (Heads, "parallel heads")])
+def test_loops_of_another_kind_are_refused_by_name(klass: type[Small], words: str) -> None:
+    with pytest.raises(UnsafeLoopError, match=words) as caught:
+        draftfuse.compile(klass(k=3), compiler="none").decode(2)
+    assert "Draft a chain" in str(caught.value)
+    assert [f.name for f in lint(klass(k=3)) if f.is_error] == ["loop-kind"]
