@@ -4,9 +4,9 @@
 
 Sections (``--only`` picks some), in the order in which they run:
 
+``span``    host span and launches of decode and propose, fused against split, k = 3 and 7, capacities 1, 16, 64
 ``equal``   drafts, inputs and KV after ``compiler="none"`` are those of the eager loop, bit for bit, at every capacity
 ``speed``   draftfuse against the whole loop compiled and the hand-fused graph, widths A and B, 1 and 64 requests
-``span``    host span and launches of decode and propose, fused against split, k = 3 and 7, capacities 1, 16, 64
 ``ladder``  capture of eight capacities, memory of their pool against its largest graph
 
 A section that fails leaves its error in the file, and the next one runs. ``--device cpu`` tries the script itself.
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draftfuse
 from draftfuse import loop
 from draftfuse.bench.cells import Cell, speculator_for
-from draftfuse.bench.measure import copy_bandwidth, host_span, profile
-from draftfuse.bench.modes import Workbench, build
-from draftfuse.bench.propose import split_propose
+from draftfuse.bench.measure import copy_bandwidth
+from draftfuse.bench.modes import Workbench
 from draftfuse.bench.results import Results
 from draftfuse.bench.runner import failure, measure_cells
+from draftfuse.bench.span import Span
 from draftfuse.bench.speculators import BenchSpeculator
-from draftfuse.bench.workload import fill_decode, uniform_batch
+from draftfuse.bench.workload import fill_decode
 from draftfuse.state import Saved, pad, persistent_tensors
 
 Record = dict[str, Any]
@@ -129,41 +128,21 @@ def speed(plan: Plan) -> None:
 
 
 def span(plan: Plan) -> None:
-    """Host span and launches, fused against split."""
+    """Host span and launches, fused against split; launches last, because a profiler that has run slows the host."""
     bench = Workbench(plan.speculator([Cell("eagle-a", plan.spans[-1], 7, plan.context)]), plan.spans)
+    spans = []
     for k in (7, 3):
         fused = draftfuse.compile(
             bench.spec, num_speculative_tokens=k, compiler="none", mode="fused", request_capacities=plan.spans
         )
         for rows in plan.spans:
-            plan.results.append("span", span_of(bench, fused, plan.context, rows, k))
+            spans.append(Span(bench, fused, rows, plan.context, k))
+            plan.results.append("span", spans[-1].times())
             say(f"span: {plan.results.data['span'][-1]}")
-
-
-def span_of(bench: Workbench, fused: draftfuse.FusedDraft, context: int, rows: int, k: int) -> Record:
-    """Median host microseconds of decode and of propose, split, fused, and of a graph launch alone."""
-    bench.load(rows, context)
-    batch = uniform_batch(bench.spec, rows, context, k)
-
-    def reset() -> None:
-        bench.reset(bench.spec)
-
-    runs: dict[str, Callable[[], object]] = {
-        "split_decode": build("split", bench, rows, k).launch,
-        "fused_decode": lambda: fused.decode(rows, k),
-        "graph_launch": build("graph", bench, rows, k).launch,
-        "split_propose": split_propose(bench, rows, k, batch).launch,
-        "fused_propose": lambda: fused.propose(batch, k),
-    }
-    record: Record = {"requests": rows, "k": k}
-    for name, run in runs.items():
-        record[f"{name}_us"] = round(host_span(run, reset, bench.device), 1)
-        found = profile(run, reset, bench.device) if name != "graph_launch" else None
-        if found is not None:
-            record[f"{name}_launches"] = {"graphs": found.graph_launches, "kernels": found.kernel_launches}
-    for name in ("decode", "propose"):
-        record[f"{name}_ratio"] = round(record[f"fused_{name}_us"] / record[f"split_{name}_us"], 4)
-    return record
+    for one, record in zip(spans, plan.results.data["span"], strict=True):
+        record["launches"] = one.launches()
+        say(f"span: {one.rows} requests, k = {one.k}: {record['launches']}")
+    plan.results.save()
 
 
 def pool_bytes(pool: Any) -> int:
@@ -221,7 +200,7 @@ def summary(data: Record) -> list[str]:
     return lines + [f"FAILED {name}: {error['error']}" for name, error in data.get("errors", {}).items()]
 
 
-SECTIONS = {"equal": equal, "speed": speed, "span": span, "ladder": ladder}
+SECTIONS = {"span": span, "equal": equal, "speed": speed, "ladder": ladder}
 
 
 def main() -> None:

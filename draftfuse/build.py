@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch import fx
 from draftfuse import passes
 from draftfuse.dispatch import Descriptor
 from draftfuse.errors import EmissionError, UnsafeLoopError
-from draftfuse.lowering.effects import hidden_reads
+from draftfuse.lowering.effects import effects_in, hidden_reads
 from draftfuse.lowering.emit import Emission, emit
-from draftfuse.lowering.generated import register_refresh
+from draftfuse.lowering.generated import register_hidden, register_refresh
 from draftfuse.passes import ir
+from draftfuse.passes.explicit_metadata import explicit_metadata
 from draftfuse.report import BuildReport
 from draftfuse.trace import Trace, trace
 
@@ -60,7 +62,7 @@ def finish(
     """Passes and emission of a traced loop, and the report on both."""
     settings.inspect(traced)
     refuse_outputs(traced)
-    steps = passes.pipeline(register=register_refresh, hidden_reads=hidden_reads)
+    steps = passes_for(traced)
     whole = settings.emission == "whole" and settings.compiler == "inductor"
     # In a whole graph the refresh stays values: Inductor fuses it with what reads it.
     disable = {*settings.disable, "lower_metadata_refresh"} if whole else settings.disable
@@ -77,6 +79,15 @@ def finish(
     report = report_on(emission, k, num_reqs, done, trace_seconds, kind, settings)
     report.baked = traced.baked
     return emission, report
+
+
+def passes_for(traced: Trace, keep_taps: bool = False) -> tuple[passes.Pass, ...]:
+    """The pipeline, with what the operators of this loop touch beyond their arguments."""
+    effects = effects_in(traced.graph, traced.tensors)
+    explicit = partial(explicit_metadata, effects=effects, wrap=register_hidden)
+    return passes.pipeline(
+        register=register_refresh, hidden_reads=hidden_reads, explicit=explicit, keep_taps=keep_taps
+    )
 
 
 def report_on(

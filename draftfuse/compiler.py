@@ -82,7 +82,7 @@ def _check_passes(disable: Collection[str]) -> None:
     from draftfuse.lowering.generated import register_refresh
     from draftfuse.passes import name_of, pipeline
 
-    known = [name_of(p) for p in pipeline(register=register_refresh, hidden_reads=hidden_reads)]
+    known = ["explicit_metadata", *(name_of(p) for p in pipeline(register=register_refresh, hidden_reads=hidden_reads))]
     unknown = sorted(set(disable) - set(known))
     if unknown:
         raise InvalidOptionError("disable names unknown passes", unknown, f"names among {known}", "Correct the names.")

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftfuse import guards, loop, validate
+from draftfuse.audit_report import AuditReport
 from draftfuse.build import Settings
-from draftfuse.dispatch import DECODE, PREFILL, PROPOSE, Decision, Descriptor, Ladder
+from draftfuse.dispatch import DECODE, PROPOSE, Decision, Descriptor, Ladder
 from draftfuse.errors import ClosedError, ConcurrentUseError
-from draftfuse.report import Report
+from draftfuse.report import Plan, Report
 from draftfuse.runners import Runner, Runners
 from draftfuse.speculator import DraftBatch
 from draftfuse.state import fill_dummy, load_batch, pad, persistent_tensors
+
+Hooks = tuple[Callable[[], None], ...]
 
 
 class FusedDraft:
@@ -32,11 +34,12 @@ class FusedDraft:
         self.cudagraph = cudagraph and self.device.type == "cuda"
         self.report = Report(mode, settings.compiler, str(self.device))
         self.runners = Runners(spec, ladder, mode, self.cudagraph, pool, settings, self.report)
-        self.batch_consumed = torch.cuda.Event() if self.device.type == "cuda" else None
-        self.outputs_ready = torch.cuda.Event() if self.device.type == "cuda" else None
         self.graph_memory_budget: int | None = None
-        self._lock = threading.Lock()
-        self._closed = False
+        self._batch_consumed: Any = None
+        self._outputs_ready: Any = None
+        self._plans: dict[tuple[Descriptor, int], Plan] = {}
+        self._calls: dict[tuple[int, int | None, int | None], Plan | None] = {}
+        self._exclusive = _Exclusive()
 
     def propose(
         self, batch: DraftBatch, k: int | None = None, copy: bool = False, num_reqs_across_dp: Sequence[int] | None = None
@@ -62,10 +65,10 @@ class FusedDraft:
         k = self._check_k(self.ladder.k_for(largest) if k is None else k)
         validate.check_batch(self.spec, batch)
         decision = self.ladder.decide(batch.num_reqs, batch.num_tokens, k, batch.max_query_len, largest)
-        with self._exclusive():
+        with self._exclusive:
             if k > 0 and largest > 0:
                 self._propose(batch, k, decision)
-            self._record(self.outputs_ready)
+            self._record(self._outputs_ready)
             tokens = self.spec.inputs.draft_tokens[: batch.num_reqs, :k]
             return tokens.clone() if copy else tokens
 
@@ -81,14 +84,25 @@ class FusedDraft:
             max_seq_len: host upper bound on seq_lens before the call, for guards; max_model_len by default.
             capacity: pad to at least this many rows (all ranks of a group must agree on it).
         """
-        k = self._check_k(self.ladder.k_for(num_reqs) if k is None else k)
+        with self._exclusive:
+            key = (num_reqs, k, capacity)
+            plan = self._calls[key] if key in self._calls else self._decode_plan(*key)
+            if plan is not None:
+                if num_reqs < plan.descriptor.num_reqs:
+                    pad(self.spec.inputs, num_reqs, plan.descriptor.num_reqs)
+                self._run(plan, num_reqs, num_reqs, max_seq_len or self.spec.max_model_len)
+            self._record(self._outputs_ready)
+
+    def _decode_plan(self, num_reqs: int, k: int | None, capacity: int | None) -> Plan | None:
+        """The plan of a decode call, None where it has nothing to do; remembered by the call's own arguments."""
+        steps = self._check_k(self.ladder.k_for(num_reqs) if k is None else k)
         rows = max(num_reqs, capacity or 0)
-        with self._exclusive():
-            if k > 1 and rows > 0:
-                size = self.ladder.capacity_for(rows)
-                host = guards.HostBatch(num_reqs, num_reqs, (max_seq_len or self.spec.max_model_len))
-                self._run(Descriptor(DECODE, size, size, k), num_reqs, host)
-            self._record(self.outputs_ready)
+        plan = None
+        if steps > 1 and rows > 0:
+            size = self.ladder.capacity_for(rows)
+            plan = self._plan(Descriptor(DECODE, size, size, steps), num_reqs)
+        self._calls[num_reqs, k, capacity] = plan
+        return plan
 
     def dispatch(self, num_reqs: int, num_tokens: int, k: int | None = None, max_query_len: int | None = None) -> Decision:
         """Which graphs a batch would use, and why. A batch is uniform where ``num_tokens == num_reqs * (K + 1)``."""
@@ -105,7 +119,7 @@ class FusedDraft:
         from draftfuse.budget import capture_all
 
         wanted = [self._check_k(k) for k in ks] if ks is not None else [self.ladder.max_k]
-        with self._exclusive():
+        with self._exclusive:
             capture_all(self, wanted, progress)
 
     def dummy_run(self, num_reqs: int, num_tokens: int | None = None, skip_attn: bool = False) -> None:
@@ -114,7 +128,7 @@ class FusedDraft:
         With ``skip_attn`` every layer's metadata is None, as before KV caches exist.
         """
         tokens = num_tokens or num_reqs
-        with self._exclusive():
+        with self._exclusive:
             fill_dummy(self.spec, num_reqs, max(1, tokens // num_reqs))
             if skip_attn:
                 layers = [name for group in self.spec.attn_groups for name in group.layer_names]
@@ -126,6 +140,20 @@ class FusedDraft:
         """Which pass changed what, in how many places, what fell back and why, what was called how often."""
         return self.report.explain()
 
+    def audit(self, batch: DraftBatch, k: int | None = None) -> AuditReport:
+        """Run the compiled loop beside the eager one on ``batch`` and compare every value that both have.
+
+        Costs three eager loops and a build of the loop with its values recorded. The state is as before afterwards.
+
+        Returns:
+            A report whose ``first`` is the first divergence, as (draft step, phase, tensor, request, expected, got,
+            source line), and whose ``ok`` says that there is none.
+        """
+        from draftfuse.audit import audit
+
+        with self._exclusive:
+            return audit(self, batch, k)
+
     def memory(self) -> dict[str, int]:
         """Bytes of each captured graph, of their pool, and of persistent buffers apart from them."""
         inputs = sum(t.numel() * t.element_size() for t in persistent_tensors(self.spec))
@@ -134,71 +162,107 @@ class FusedDraft:
 
     def close(self) -> None:
         """Drop all graphs and code. Later calls raise :class:`ClosedError`."""
-        with self._exclusive():
-            self._closed = True
-            self.runners.clear()
+        with self._exclusive:
+            self._exclusive.closed = True
+            self._forget()
 
     def recapture(self) -> None:
         """Forget graphs and builds: the next call makes them anew, at the addresses of that time."""
-        with self._exclusive():
-            self.runners.clear()
+        with self._exclusive:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._plans.clear()
+        self._calls.clear()
+        self.runners.clear()
 
     def _propose(self, batch: DraftBatch, k: int, decision: Decision) -> None:
-        if batch.num_reqs > 0:
-            load_batch(self.spec, batch)
-        self._record(self.batch_consumed)
-        host = guards.HostBatch(batch.num_reqs, batch.num_tokens, batch.max_seq_len)
-        if decision.prefill is not None:
-            self._run(decision.prefill, batch.num_reqs, host)
+        """Builds first (a build that fails must fail before anything is written), then loads, pads and launches."""
+        first, second = decision.prefill, decision.decode
+        prefill = None if first is None else self._plan(first, batch.num_reqs)
+        decode = None if second is None or second is first else self._plan(second, batch.num_reqs)
+        rows, query_len = (batch.num_reqs, 1) if first is None else (first.num_reqs, first.query_len)
+        load_batch(self.spec, batch, rows, query_len)
+        self._record(self._batch_consumed)
+        if prefill is not None:
+            self._run(prefill, batch.num_reqs, batch.num_tokens, batch.max_seq_len)
         elif batch.num_reqs > 0:
             self._ragged_prefill(batch)
-        if decision.decode is not None and decision.decode is not decision.prefill:
-            self._run(decision.decode, batch.num_reqs, host)
+        if decode is not None:
+            pad(self.spec.inputs, batch.num_reqs, decode.descriptor.num_reqs)
+            self._run(decode, batch.num_reqs, batch.num_tokens, batch.max_seq_len)
 
     def _ragged_prefill(self, batch: DraftBatch) -> None:
         longest = batch.max_query_len or batch.num_tokens - batch.num_reqs + 1
         loop.prefill(self.spec, batch.num_reqs, batch.num_tokens, longest, batch.max_seq_len)
-        self.report.counters["eager prefills"] += 1
+        self.report.counts["eager prefills"] += 1
 
-    def _run(self, descriptor: Descriptor, num_reqs: int, host: guards.HostBatch) -> None:
-        """Pad, check, launch, count."""
-        runner = self.runners.get(descriptor)
+    def _run(self, plan: Plan, num_reqs: int, num_tokens: int, max_seq_len: int) -> None:
+        """Check, launch, count: all that a replay costs on the host."""
+        runner = plan.runner
         runner.addresses.check()
-        failed = guards.broken(runner.guards, host) + runner.scalars.broken()
-        if failed:
-            runner = self._split_instead(descriptor, failed)
-        pad(self.spec.inputs, num_reqs, descriptor.num_reqs, descriptor.query_len)
-        hooks = self._hooks(descriptor) if runner.bare is not None else ()
-        for name in hooks[:-1]:
-            loop.run_hook(self.spec, name)
-        self._launch(runner)
-        for name in hooks[-1:]:
-            loop.run_hook(self.spec, name)
-        counters = self.report.counters
-        counters.update(runner.counts)
-        counters[f"{descriptor.kind} capacity {descriptor.num_reqs}"] += 1
-        counters["padded rows"] += descriptor.num_reqs - num_reqs
-
-    def _launch(self, runner: Runner) -> None:
-        if self.cudagraph and runner.bare is not None and torch.cuda.is_current_stream_capturing():
+        if runner.guards:
+            host = guards.HostBatch(num_reqs, num_tokens, max_seq_len)
+            if failed := guards.broken(runner.guards, host):
+                plan, runner = self._split_instead(plan.descriptor, num_reqs, failed)
+        for hook in plan.before:
+            hook()
+        if self.cudagraph and torch.cuda.is_current_stream_capturing() and runner.bare is not None:
             runner.bare()
         else:
             runner.launch()
+        for hook in plan.after:
+            hook()
+        plan.calls += 1
 
-    def _hooks(self, descriptor: Descriptor) -> tuple[str, ...]:
-        """Lifecycle hooks of a replay, the last one after the launch; the loop itself calls them where it runs in Python."""
+    def _plan(self, descriptor: Descriptor, num_reqs: int, split: Runner | None = None) -> Plan:
+        """How a kind of call runs, worked out and built on first use."""
+        key = (descriptor, num_reqs)
+        if split is None and key in self._plans:
+            return self._plans[key]
+        runner = split or self.runners.get(descriptor)
+        extra = {f"{descriptor.kind} capacity {descriptor.num_reqs}": 1, "padded rows": descriptor.num_reqs - num_reqs}
+        before, after = self._hooks(descriptor) if runner.bare is not None else ((), ())
+        plan = Plan(descriptor, runner, {**runner.counts, **extra}, before, after)
+        self.report.plans.append(plan)
+        if split is None:
+            self._plans[key] = plan
+        return plan
+
+    def _hooks(self, descriptor: Descriptor) -> tuple[Hooks, Hooks]:
+        """Lifecycle hooks around a replay; where the loop runs in Python it calls them itself."""
         prefill = ("on_prefill_begin", "on_prefill_end")
         decode = ("on_multi_step_decode_begin", "on_multi_step_decode_end")
-        if descriptor.kind == PROPOSE and descriptor.num_steps > 1:
-            return prefill + decode
-        return decode if descriptor.kind == DECODE else prefill
+        both = descriptor.kind == PROPOSE and descriptor.num_steps > 1
+        names = prefill + decode if both else decode if descriptor.kind == DECODE else prefill
+        found = [getattr(self.spec, name, None) for name in names]
+        return tuple(h for h in found[:-1] if h), tuple(h for h in found[-1:] if h)
 
-    def _split_instead(self, descriptor: Descriptor, failed: list[str]) -> Runner:
+    def _split_instead(self, descriptor: Descriptor, num_reqs: int, failed: list[str]) -> tuple[Plan, Runner]:
         self.report.fall_back(descriptor.kind, "split", f"a guard does not hold ({'; '.join(failed)})")
-        self.report.counters["broken guards"] += 1
-        if descriptor.kind == DECODE:
-            return self.runners.split_for(descriptor, tuple(failed))
-        return self.runners.chained_split(descriptor, tuple(failed))
+        self.report.counts["broken guards"] += 1
+        make = self.runners.split_for if descriptor.kind == DECODE else self.runners.chained_split
+        runner = make(descriptor, tuple(failed))
+        return self._plan(descriptor, num_reqs, runner), runner
+
+    @property
+    def batch_consumed(self) -> Any:
+        """Event after which the batch given to ``propose`` may be overwritten; None without CUDA.
+
+        Recorded by every call from the first look at it on.
+        """
+        if self._batch_consumed is None and self.device.type == "cuda":
+            self._batch_consumed = torch.cuda.Event()
+            self._batch_consumed.record()
+        return self._batch_consumed
+
+    @property
+    def outputs_ready(self) -> Any:
+        """Event after which the drafts of the last call can be read; None without CUDA. Recorded like the other."""
+        if self._outputs_ready is None and self.device.type == "cuda":
+            self._outputs_ready = torch.cuda.Event()
+            self._outputs_ready.record()
+        return self._outputs_ready
 
     def _record(self, event: Any) -> None:
         if event is not None and not torch.cuda.is_current_stream_capturing():
@@ -207,19 +271,26 @@ class FusedDraft:
     def _check_k(self, k: int) -> int:
         return validate.check_k(k, self.ladder.max_k)
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        if not self._lock.acquire(blocking=False):
+
+class _Exclusive:
+    """One call at a time, on an open loop, without autograd. A plain class: this is on the path of every replay."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.closed = False
+        self.grad = False
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
             todo = "Use one compiled loop a thread, or a lock of your own."
             raise ConcurrentUseError("two threads use one compiled loop", "a second call", "one call at a time", todo)
-        try:
-            if self._closed:
-                todo = "Compile the speculator again."
-                raise ClosedError("the compiled loop is closed", "a call after close()", "no further call", todo)
-            with torch.no_grad():
-                yield
-        finally:
-            self._lock.release()
+        if self.closed:
+            self.lock.release()
+            todo = "Compile the speculator again."
+            raise ClosedError("the compiled loop is closed", "a call after close()", "no further call", todo)
+        self.grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
 
-
-__all__ = ["PREFILL", "FusedDraft"]
+    def __exit__(self, *exception: object) -> None:
+        torch._C._set_grad_enabled(self.grad)
+        self.lock.release()

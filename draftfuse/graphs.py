@@ -26,7 +26,7 @@ class Captured:
 
 
 def capture(
-    run: Callable[[], None], prepare: Callable[[], None], tensors: list[Tensor], pool: Any, warmups: int = 2
+    run: Callable[[], None], prepare: Callable[[], None], tensors: list[Tensor], pool: Any, stream: Any, warmups: int = 2
 ) -> Captured:
     """Capture ``run`` into one CUDA graph.
 
@@ -35,11 +35,11 @@ def capture(
         prepare: writes fresh dummy inputs; called before every warm-up and before the capture.
         tensors: what the graph's kernels point to; kept alive with it.
         pool: the memory pool that all graphs of one loop share.
+        stream: the side stream of all captures (libraries keep a workspace for each stream that they see).
 
     Raises:
         CaptureError: ``run`` does something that a CUDA graph cannot hold; no graph is kept.
     """
-    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(warmups):

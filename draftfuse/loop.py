@@ -87,7 +87,7 @@ def build_metadata(spec: Any, inputs: DraftInputs, step: int, held: dict[int, An
     """
     by_layer: dict[str, Any] = {}
     for index, group in enumerate(spec.attn_groups):
-        if spec.advance_positions or step == 1:
+        if slots_change(spec, group, step):
             with annotate({"phase": "slot_mapping", "draft_step": step}):
                 update_slot_mapping(group, inputs, ragged=False)
                 tap(f"group{index}.slot_mapping", step, group.slot_mapping[: inputs.positions.shape[0]])
@@ -99,6 +99,12 @@ def build_metadata(spec: Any, inputs: DraftInputs, step: int, held: dict[int, An
         for layer in group.layer_names:
             by_layer[layer] = metadata
     return by_layer
+
+
+def slots_change(spec: Any, group: AttentionGroup, step: int) -> bool:
+    """Whether ``group`` has new slots at ``step``; a static group writes no KV, so its slots stay as they came."""
+    static = getattr(group.builder, "refresh_kind", None) == "static"
+    return bool(spec.advance_positions or (step == 1 and not static))
 
 
 def build_or_refresh(builder: Any, common: CommonMetadata, held: dict[int, Any], index: int) -> Any:

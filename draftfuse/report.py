@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from draftfuse.dispatch import Descriptor
 from draftfuse.passes import PassReport
 
 
@@ -41,6 +43,18 @@ class BuildReport:
 
 
 @dataclass
+class Plan:
+    """How one kind of call runs, worked out once: the call itself only looks it up and counts it."""
+
+    descriptor: Descriptor
+    runner: Any
+    counts: dict[str, int]  # what one call adds to the counters
+    before: tuple[Callable[[], None], ...] = ()  # lifecycle hooks in front of the launch
+    after: tuple[Callable[[], None], ...] = ()
+    calls: int = 0
+
+
+@dataclass
 class Report:
     """The record of one compiled loop."""
 
@@ -52,12 +66,22 @@ class Report:
     findings: list[Any] = field(default_factory=list)
     baked: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
-    counters: Counter[str] = field(default_factory=Counter)
+    plans: list[Plan] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def counters(self) -> Counter[str]:
+        """What happened how often. Hot calls only count themselves; the sums are made here."""
+        total = Counter(self.counts)
+        for plan in self.plans:
+            for name, times in plan.counts.items():
+                total[name] += times * plan.calls
+        return total
 
     def fall_back(self, what: str, mode: str, reason: str) -> None:
         """Note a fallback once; count it every time."""
         entry = Fallback(what, mode, reason)
-        self.counters["fallbacks"] += 1
+        self.counts["fallbacks"] += 1
         if entry not in self.fallbacks:
             self.fallbacks.append(entry)
 

@@ -53,6 +53,7 @@ class Runners:
         self.inspector = Inspector(spec, report.findings)
         self.settings = replace(settings, inspect=self.inspector.after)
         self.workspace = Workspace()
+        self.stream: Any = None  # of all captures
         self.made: dict[Descriptor, Runner] = {}
         self._emissions: dict[tuple[str, int, int | None], Emission] = {}
         self._scalars: dict[int, ScalarGuards] = {}  # by the emission's id, which _emissions keeps alive
@@ -176,7 +177,9 @@ class Runners:
             raise CaptureError("the loop is not built yet", "a first call inside a capture", "a warm-up call", todo)
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
-        return capture(bound.run, lambda: self._fill(descriptor), bound.tensors, self.pool)
+        if self.stream is None:
+            self.stream = torch.cuda.Stream()
+        return capture(bound.run, lambda: self._fill(descriptor), bound.tensors, self.pool, self.stream)
 
     def _emission(self, descriptor: Descriptor) -> Emission:
         """Code for the descriptor: symbolic above one row where its guards allow it, else for this capacity alone."""

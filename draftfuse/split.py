@@ -6,6 +6,7 @@ rebuild is copied into them, so that a captured step reads fresh values at the a
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +27,21 @@ from draftfuse.validate import source_of
 def split_step(spec: Any, num_reqs: int, metadata: dict[str, Any], step: int, last: bool) -> None:
     """One draft step whose metadata is given: forward, sample, store the token, advance."""
     inputs = spec.inputs.view(num_reqs, num_reqs)
-    tokens = loop.run_step(spec, inputs, metadata, step, last, loop.graph_tap)
+    own = {layer: own_object(given) for layer, given in metadata.items()}
+    tokens = loop.run_step(spec, inputs, own, step, last, loop.graph_tap)
     inputs.draft_tokens[:, step].copy_(tokens)
+
+
+def own_object(metadata: Any) -> Any:
+    """The step's own object with the same tensors: what ``forward`` plans or caches on it ends with the step."""
+    if isinstance(metadata, dict):
+        return {key: own_object(value) for key, value in metadata.items()}
+    if not dataclasses.is_dataclass(metadata) or isinstance(metadata, type):
+        return metadata
+    fields = dataclasses.fields(metadata)
+    if not all(f.init for f in fields):
+        return metadata
+    return type(metadata)(**{f.name: own_object(getattr(metadata, f.name)) for f in fields})
 
 
 class SplitLoop:

@@ -10,28 +10,31 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from draftfuse.lowering.ops.load_rows import READ, WRITTEN, load_rows
 from draftfuse.speculator import DraftBatch, DraftInputs
 
 
-def load_batch(spec: Any, batch: DraftBatch) -> None:
-    """Copy a batch into the persistent inputs, as draft step 0 reads them.
+def load_batch(spec: Any, batch: DraftBatch, capacity: int, query_len: int) -> None:
+    """Copy a batch into the persistent inputs as draft step 0 reads them, and make rows behind it dead.
 
     Token ids shift left by one within each request (the draft predicts what follows the token *after* a hidden
     state), and the newest verified token takes the place behind the last accepted one.
+
+    Args:
+        capacity: padded rows of a uniform batch; ``batch.num_reqs`` for a ragged one, which is padded after prefill.
+        query_len: tokens of each row of a uniform batch.
     """
     inputs, rows, tokens = spec.inputs, batch.num_reqs, batch.num_tokens
-    inputs.query_start_loc[: rows + 1].copy_(batch.query_start_loc[: rows + 1])
-    last = inputs.query_start_loc[1 : rows + 1].to(torch.int64) - 1 - batch.num_rejected[:rows]
-    inputs.last_token_indices[:rows].copy_(last)
-    inputs.input_ids[: tokens - 1].copy_(batch.input_ids[1:tokens])
-    inputs.input_ids[:tokens].index_copy_(0, last, batch.last_sampled[:rows].to(torch.int32))
-    inputs.positions[:tokens].copy_(batch.positions[:tokens])
+    read = [getattr(batch, name) for name in READ] if rows else []
+    load_rows(written_by_load(inputs), read, rows, tokens, capacity, query_len)
     inputs.hidden_states[:tokens].copy_(batch.hidden_states[:tokens])
-    for name in ("seq_lens", "idx_mapping", "temperature", "seeds"):
-        getattr(inputs, name)[:rows].copy_(getattr(batch, name)[:rows])
+
+
+def written_by_load(inputs: DraftInputs) -> list[Tensor]:
+    """The buffers that a load or a padding writes, in the operator's order."""
+    return [getattr(inputs, name) for name in WRITTEN]
 
 
 def pad(inputs: DraftInputs, num_reqs: int, capacity: int, query_len: int = 1) -> None:
@@ -39,16 +42,8 @@ def pad(inputs: DraftInputs, num_reqs: int, capacity: int, query_len: int = 1) -
 
     One token a row before decode steps; K+1 before the prefill of a uniform batch.
     """
-    if num_reqs >= capacity:
-        return
-    rows, tokens = slice(num_reqs, capacity), slice(num_reqs * query_len, capacity * query_len)
-    torch._foreach_zero_([inputs.seq_lens[rows], inputs.input_ids[tokens]])
-    torch._foreach_zero_([inputs.positions[tokens], inputs.seeds[rows]])
-    inputs.temperature[rows].zero_()
-    inputs.idx_mapping[rows].fill_(-1)
-    ends = torch.arange(num_reqs + 1, capacity + 1, device=inputs.query_start_loc.device)
-    inputs.query_start_loc[num_reqs + 1 : capacity + 1].copy_(ends * query_len)
-    inputs.last_token_indices[rows].copy_(ends * query_len - 1)
+    if num_reqs < capacity:
+        load_rows(written_by_load(inputs), [], num_reqs, 0, capacity, query_len)
 
 
 def fill_dummy(spec: Any, capacity: int, query_len: int = 1) -> None:

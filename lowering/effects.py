@@ -6,7 +6,7 @@ closure or a forward context, so all pending state is stored before it, unless :
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -14,6 +14,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from draftfuse.errors import InvalidOptionError
 from draftfuse.passes import ir
+from draftfuse.passes.explicit_metadata import Effects
 
 Tensors = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 OWN_NAMESPACES = ("draftfuse", "draftfuse_gen")
@@ -61,6 +62,22 @@ def hidden_reads(node: fx.Node) -> Collection[int] | None:
     if declared is None:
         return None
     return () if not callable(declared[0]) and not declared[0] else None
+
+
+def effects_in(graph: fx.Graph, tensors: Mapping[str, Tensor]) -> Effects:
+    """What declared operators touch beyond their arguments, as placeholders of ``graph``."""
+    by_storage = {t.untyped_storage()._cdata: name for name, t in reversed(tensors.items())}
+    nodes = {node.name: node for node in ir.placeholders(graph)}
+
+    def placeholders(given: Sequence[Tensor]) -> list[fx.Node]:
+        names = [by_storage.get(t.untyped_storage()._cdata) for t in given]
+        return [nodes[name] for name in dict.fromkeys(names) if name is not None]
+
+    def effects(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
+        found = declared(node.target) if isinstance(node.target, OpOverload) else None
+        return None if found is None else (placeholders(found[0]), placeholders(found[1]))
+
+    return effects
 
 
 def is_known(node: fx.Node) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -47,6 +49,24 @@ def _define(name: str, body: fx.GraphModule) -> None:
     _LIBRARY.impl(name, run, "CUDA")
     _LIBRARY.impl(name, fake, "Meta")
     _DEFINED[name] = body
+
+
+def register_hidden(operator: OpOverload) -> OpOverload:
+    """``operator`` with two lists of buffers in front: what it reads and what it writes beyond its arguments."""
+    schema = operator._schema
+    name = f"hidden_{schema.name.replace('::', '_')}_{schema.overload_name or 'default'}"
+    if not hasattr(torch.ops.draftfuse_gen, name):
+        rest = str(schema)[str(schema).index("(") + 1 :]
+        lists = "Tensor[] hidden_reads, Tensor(hidden!)[] hidden_writes" + ("" if rest.startswith(")") else ", ")
+        _LIBRARY.define(f"{name}({lists}{rest}")
+
+        def run(reads: Sequence[Tensor], writes: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+            return operator(*args, **kwargs)
+
+        for key in ("CPU", "CUDA", "Meta"):
+            _LIBRARY.impl(name, run, key)
+    wrapped: OpOverload = getattr(torch.ops.draftfuse_gen, name).default
+    return wrapped
 
 
 def register_wrapper(operator: OpOverload) -> OpOverload:

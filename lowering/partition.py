@@ -8,12 +8,16 @@ addresses and the number of requests is *static*: evaluated once when a callable
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from draftfuse.passes import ir
+
+aten = torch.ops.aten
 
 
 @dataclass
@@ -105,7 +109,7 @@ def _is_item_of_call(node: fx.Node) -> bool:
 
 
 def _is_foldable(node: fx.Node, current: Segment) -> bool:
-    if node.target is not torch.ops.aten.copy_.default or not (current.nodes or current.stores):
+    if node.target is not aten.copy_.default or not (current.nodes or current.stores):
         return False
     target, source = node.args[0], node.args[1]
     assert isinstance(target, fx.Node)
@@ -116,10 +120,29 @@ def _is_foldable(node: fx.Node, current: Segment) -> bool:
         return False
     if any(may_overlap(read, target) for read in (*current.reads, source) if read is not target):
         return False  # to Inductor these are two tensors: it may write the one before it has read the other
-    if any(may_overlap(source, s.args[0]) for s in current.stores):  # type: ignore[arg-type]
+    if any(may_overlap(read, s.args[0]) for read in _moved(source, current) for s in current.stores):  # type: ignore[arg-type]
         return False
     have, want = ir.value(source), ir.value(target)
     return bool(have.dtype == want.dtype and have.device == want.device and have.dim() == want.dim())
+
+
+def _moved(source: fx.Node, segment: Segment) -> Iterator[fx.Node]:
+    """What from outside a value may be a plain copy of. Inductor drops the copy, so it would be read when stored."""
+    if source not in segment.nodes:
+        yield source
+    elif not _computes(source):
+        for arg in source.all_input_nodes:
+            yield from _moved(arg, segment)
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether ``node`` makes new numbers; Inductor reads the arguments of such an operator before they change."""
+    assert isinstance(node.target, OpOverload)
+    return torch.Tag.pointwise in node.target.tags and node.target.overloadpacket not in _MAY_COPY
+
+
+# Elementwise, and yet a plain copy for some dtypes and arguments.
+_MAY_COPY = (aten.clone, aten.copy, aten._to_copy, aten.ceil, aten.floor, aten.round, aten.trunc, aten.pow)
 
 
 def may_overlap(a: fx.Node, b: fx.Node) -> bool:

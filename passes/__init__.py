@@ -39,9 +39,12 @@ class PassReport:
     nodes: int
 
 
-def pipeline(*, register: Register, hidden_reads: HiddenReads, keep_taps: bool = False) -> tuple[Pass, ...]:
-    """All passes in order."""
+def pipeline(
+    *, register: Register, hidden_reads: HiddenReads, explicit: Pass | None = None, keep_taps: bool = False
+) -> tuple[Pass, ...]:
+    """All passes in order; ``explicit`` is explicit_metadata with the graph's effects bound."""
     return (
+        *(() if explicit is None else (explicit,)),  # from here an operator touches its arguments only
         *(() if keep_taps else (erase_taps,)),  # what only names a value must not keep it alive
         locals_to_values,  # before all others: they compare values, and a local is written piece by piece
         partial(buffers_to_values, hidden_reads=hidden_reads),  # from here a value has one name in all steps

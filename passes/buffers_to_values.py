@@ -21,7 +21,8 @@ def buffers_to_values(graph: fx.Graph, *, hidden_reads: Callable[[fx.Node], Coll
     next. As mutated views each step would inline the writes of all steps before it; as values, kernels of different
     steps are equal and are compiled once. The buffer itself is stored once at the end, and before an opaque operator
     that may read it without naming it: ``hidden_reads(node)`` gives the storages that such an operator reads beside
-    its arguments, or None if that is unknown, which stores everything. Runs before anything that compares values,
+    its arguments, or None if that is unknown, which stores everything. Writes to elements by index stay in place: as
+    a value, each would copy its whole buffer, which may be a KV pool. Runs before anything that compares values,
     because afterwards a value has one name.
 
     Before::
@@ -71,15 +72,16 @@ class _Forwarding:
 
     def visit(self, node: fx.Node) -> None:
         targets = ir.written(node)
-        functional = functional_form(node)
+        functional = None if writes_elements(node) else functional_form(node)
         if functional is not None and len(targets) == 1 and ir.storage(targets[0]) in self.inputs:
             self.write(node, targets[0], functional)
             return
         if ir.is_opaque(node):
             self.store_hidden_reads(node)
-        for target in targets:
+        memory = [*targets, *ir.hidden_reads_of(node)]
+        for target in memory:
             self.flush(ir.storage(target), node)
-        self.read_arguments(node, keep=targets)
+        self.read_arguments(node, keep=memory)
         for target in targets:
             self.entries.pop(ir.storage(target) or 0, None)
 
@@ -220,6 +222,12 @@ def functional_form(node: fx.Node) -> OpOverload | None:
     packet = getattr(aten, name.rstrip("_"), None) if name.endswith("_") and not name.endswith("__") else None
     found = getattr(packet, node.target._overloadname, None)
     return found if isinstance(found, OpOverload) and _computes_the_same(node.target, found) else None
+
+
+def writes_elements(node: fx.Node) -> bool:
+    """Whether ``node`` writes elements by index and leaves the others, as ``index_put_`` and ``scatter_`` do."""
+    name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
+    return name.removeprefix("aten::").lstrip("_").startswith(("index", "scatter", "put", "masked_scatter"))
 
 
 def _computes_the_same(in_place: OpOverload, functional: OpOverload) -> bool:

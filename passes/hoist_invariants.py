@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import fx
@@ -39,8 +40,15 @@ def hoist_invariants(graph: fx.Graph) -> int:
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
+            _gather_items(first)
             merged += 1
     return merged
+
+
+def _gather_items(node: fx.Node) -> None:
+    """Keep the items of a list behind it: no cut of the graph may fall between."""
+    for item in [user for user in node.users if user.target is operator.getitem]:
+        node.append(item)
 
 
 def _mergeable(node: fx.Node, mutated: set[int]) -> bool:

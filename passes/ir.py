@@ -151,6 +151,19 @@ def is_opaque(node: fx.Node) -> bool:
     return node.op == "call_function" and not is_aten(node) and not is_tap(node)
 
 
+OWN_NAMESPACES = ("draftfuse", "draftfuse_gen")
+
+
+def is_own(node: fx.Node) -> bool:
+    """Whether the operator of ``node`` is draftfuse's: it touches its arguments only."""
+    return isinstance(node.target, OpOverload) and node.target.namespace in OWN_NAMESPACES
+
+
+def hidden_reads_of(node: fx.Node) -> list[fx.Node]:
+    """Buffers that explicit_metadata made arguments: the operator reads their memory, so no value can stand for them."""
+    return [n for arg, given in arguments(node) if is_own(node) and arg.name == "hidden_reads" for n in nodes_in(given)]
+
+
 def is_pure(node: fx.Node) -> bool:
     """Whether ``node`` computes a value from its arguments and does nothing else."""
     if node.op != "call_function" or not is_aten(node) or is_mutation(node):

@@ -63,10 +63,15 @@ def time_launch(
     return timing
 
 
+def timing_event() -> torch.cuda.Event:
+    """An event that knows its time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def _one_cuda(launch: Run) -> tuple[float, float]:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = timing_event(), timing_event()
     torch.cuda.synchronize()
-    torch.cuda._sleep(WAIT_CYCLES)
+    torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
     start.record()
     before = time.perf_counter()
     launch()

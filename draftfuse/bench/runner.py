@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -22,6 +23,7 @@ from draftfuse.bench.speculators import BenchSpeculator
 Say = Callable[[str], None]
 Record = dict[str, Any]
 ROUNDS = 2
+COUNTS = ("launches", "graph_launches", "kernel_launches", "kernels", "copies", "busy_ms")
 
 
 def measure_cells(
@@ -33,9 +35,12 @@ def measure_cells(
         bench.load(rows, contexts[0].context)
         built, records = build_all(bench, rows, k, modes, say)
         with torch.no_grad():
-            profiles = profile_all(bench, built, records)
-            for cell in contexts:
-                yield measure_cell(bench, cell, built, records, bandwidth, repeats) | {"profiles": profiles}
+            measured = [measure_cell(bench, cell, built, records, bandwidth, repeats) for cell in contexts]
+            counts, top = profile_all(bench, built)  # last: a profiler that has run slows the host
+        for record in measured:
+            for name, mode in record["modes"].items():
+                mode |= counts.get(name, {})
+            yield record | {"profiles": top}
         built.clear()
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -63,21 +68,20 @@ def failure(error: Exception) -> Record:
     return {"error": f"{type(error).__name__}: {text}"[:400], "traceback": traceback.format_exc()[-2000:]}
 
 
-def profile_all(bench: Workbench, built: dict[str, Ready], records: dict[str, Record]) -> Record:
-    """Launches and kernels of each mode into its record; the longest kernels are returned."""
+def profile_all(bench: Workbench, built: dict[str, Ready]) -> tuple[Record, Record]:
+    """Launches and kernels of each mode, and its longest kernels."""
+    counts: Record = {}
     top: Record = {}
     for name, ready in built.items():
         try:
-            found = profile(ready.launch, lambda ready=ready: bench.reset(ready.spec), bench.device)  # type: ignore[misc]
+            found = profile(ready.launch, partial(bench.reset, ready.spec), bench.device)
         except Exception as error:
-            records[name] |= {"profile_error": failure(error)["error"]}
+            counts[name] = {"profile_error": failure(error)["error"]}
             continue
         if found is not None:
-            records[name] |= {
-                n: getattr(found, n) for n in ("launches", "graph_launches", "kernels", "copies", "busy_ms")
-            }
+            counts[name] = {n: getattr(found, n) for n in COUNTS}
             top[name] = found.top
-    return top
+    return counts, top
 
 
 def measure_cell(
@@ -105,7 +109,7 @@ def measure_round(bench: Workbench, ready: Ready, timing: Timing, record: Record
     if "error" in record:
         return
     try:
-        found = time_launch(ready.launch, lambda: bench.reset(ready.spec), bench.device, repeats)
+        found = time_launch(ready.launch, partial(bench.reset, ready.spec), bench.device, repeats)
     except Exception as error:
         record |= failure(error)
         return

@@ -95,7 +95,7 @@ class Engine:
         Raises:
             InvalidBatchError: more prompts, or longer texts, than memory was allocated for.
         """
-        k = (self.fused.num_speculative_tokens if self.fused else 0) if k is None else k
+        k = (self.fused.ladder.max_k if self.fused else 0) if k is None else k
         self._check(prompts, max_new_tokens, k)
         requests = [
             Request(i, list(prompt), len(prompt) + max_new_tokens, temperature, seed + i, stop)

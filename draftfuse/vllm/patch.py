@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from draftfuse.vllm.asked import is_asked
 from draftfuse.vllm.mark import mark_draft
 from draftfuse.vllm.plan import Plan, make_plan, plan_of
@@ -79,8 +81,8 @@ def _capture_split(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     plan = active(self)
     if plan is None:
         return original(self, *args, **kwargs)
-    self.idx_mapping.zero_()  # the warm-up computes slots: of state row 0, which still is all null blocks
     with worst_case_length(self):
+        reset_rows(self)
         self._generate_draft = functools.partial(_whole_loop, self, plan)
         try:
             return original(self, *args, **kwargs)
@@ -202,6 +204,13 @@ def replay(spec: Any, plan: Plan, batch_desc: Any) -> None:
     """All steps and their refreshes: one launch."""
     plan.counters["graph replays"] += 1
     spec.decode_cudagraph_manager.run_fullgraph(batch_desc)
+
+
+@torch.inference_mode()
+def reset_rows(spec: Any) -> None:
+    """Let every row of a dummy batch be state row 0, which is all null blocks before the first request: the warm-up
+    computes slots from it."""
+    spec.idx_mapping.zero_()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ if not __name__.startswith("draftfuse."):
 from draftfuse.lowering.ops.advance_positions import advance_positions
 from draftfuse.lowering.ops.compute_slot_mapping import compute_slot_mapping
 from draftfuse.lowering.ops.gumbel_sample import gumbel_sample
+from draftfuse.lowering.ops.load_rows import load_rows
 from draftfuse.lowering.ops.paged_attention import paged_attention
 from draftfuse.lowering.ops.store import store
 from draftfuse.lowering.ops.tap import tap
@@ -25,6 +26,7 @@ __all__ = [
     "advance_positions",
     "compute_slot_mapping",
     "gumbel_sample",
+    "load_rows",
     "paged_attention",
     "store",
     "tap",

@@ -5,13 +5,14 @@ R requests, H hidden, V vocabulary, P page size, L max_model_len, W window.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import draftfuse
 from draftfuse import AttentionGroup, CommonMetadata, DraftBatch, DraftInputs, Speculator, ops
 
 V, H, P = 17, 8, 4
@@ -104,3 +105,37 @@ def batch_of(spec: Any, lengths: list[int], rejected: list[int] | None = None, s
         seeds=torch.arange(rows),
         idx_mapping=torch.arange(rows),
     )
+
+
+def both(make: Callable[[], Any], batch: Callable[[Any], DraftBatch], k: int | None = None, **options: Any) -> Pair:
+    """Draft the same batch compiled and eagerly, each on a speculator of its own."""
+    spec, twin = make(), make()
+    fused = draftfuse.compile(spec, **{"compiler": "none", **options})
+    eager = draftfuse.compile(twin, mode="eager", request_capacities=fused.ladder.capacities)
+    pair = Pair(fused, eager)
+    pair.draft(batch, k)
+    return pair
+
+
+class Pair:
+    """A compiled loop and an eager one over equal speculators."""
+
+    def __init__(self, fused: draftfuse.FusedDraft, eager: draftfuse.FusedDraft) -> None:
+        self.fused, self.eager = fused, eager
+
+    def draft(self, batch: Callable[[Any], DraftBatch], k: int | None = None) -> Tensor:
+        """Draft with both; tokens, inputs and KV must be equal."""
+        tokens = self.fused.propose(batch(self.fused.spec), k, copy=True)
+        expected = self.eager.propose(batch(self.eager.spec), k, copy=True)
+        assert torch.equal(tokens, expected)
+        rows = tokens.shape[0]
+        for name, tensor in self.fused.spec.inputs.named_tensors().items():
+            other = self.eager.spec.inputs.named_tensors()[name]
+            assert torch.equal(tensor[:rows], other[:rows]), name
+        assert torch.equal(self.fused.spec.key, self.eager.spec.key)
+        return tokens
+
+
+def three_rows(spec: Any) -> DraftBatch:
+    """Rows of several lengths, one with a rejected token."""
+    return batch_of(spec, [5, 9, 3], [0, 1, 0])

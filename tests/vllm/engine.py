@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 if V2:
     import triton_on_cpu  # noqa: F401
 
-import torch
-from transformers import LlamaConfig
+import torch  # noqa: E402
+from transformers import LlamaConfig  # noqa: E402
 
 WIDTHS = {
     "vocab_size": 512,
@@ -136,6 +136,19 @@ def watch(drafts: list[torch.Tensor], llm: Any) -> None:
     runner.speculator.propose = kept
 
 
+def count_markers(found: list[int]) -> None:
+    """Keep how many markers each call of the pass took out."""
+    from draftfuse.lowering import hook
+
+    erase = hook.erase_markers
+
+    def counted(graph: Any) -> int:
+        found.append(erase(graph))
+        return found[-1]
+
+    hook.erase_markers = counted
+
+
 def generate(llm: Any) -> list[list[int]]:
     from vllm import SamplingParams
 
@@ -159,6 +172,8 @@ def main() -> None:
 
     root = Path(tempfile.mkdtemp(prefix="draftfuse-vllm-"))
     make_models(root)
+    markers: list[int] = []
+    count_markers(markers)
     llm = make_llm(root)
     scale_weights(llm)
     drafts: list[torch.Tensor] = []
@@ -168,6 +183,7 @@ def main() -> None:
     told = explain(llm) if "draftfuse" in os.environ.get("VLLM_PLUGINS", "draftfuse") else ""
     distinct = len({token for batch in flat for row in batch for token in row})
     report = {"drafted": sha(flat), "proposals": len(flat), "distinct": distinct, "outputs": sha(outputs), "told": told}
+    report["markers"] = markers
     print("RESULT " + json.dumps(report), flush=True)
 
 

@@ -26,9 +26,9 @@ from draftfuse.state import fill_dummy
 from draftfuse.trace import trace
 
 HIDDEN, HEADS, KV_HEADS, SIZE, VOCABULARY = 32, 4, 2, 16, 48
-PAGE, MAX_LEN, MAX_REQS, STEPS = 4, 64, 6, 5
+PAGE, MAX_LEN, MAX_REQS, STEPS = 4, 32, 6, 4
 SCALE = SIZE**-0.5
-LENS = [3, 8, 15, 1]  # row 0 and 2 cross a page boundary in the loop, row 1 is about to; the rest is padding
+LENS = [3, 8, 15, 1]  # rows 0 to 2 cross a page boundary inside the loop, at other steps
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Any], Tensor]  # q, k, v, key_cache, value_cache, metadata
 Records = dict[tuple[str, int], Tensor]
 
@@ -92,12 +92,6 @@ class Toy(Speculator):
     def sample(self, hidden: Tensor, step: int) -> Tensor:
         return (hidden @ self.head).argmax(-1)
 
-    def state(self) -> list[Tensor]:
-        """Everything that a run changes."""
-        groups = [g.slot_mapping for g in self.attn_groups]
-        caches = [c for layer in self.layers for c in layer.caches]
-        return [*self.inputs.named_tensors().values(), *groups, *caches]
-
 
 def add_row(table: Tensor) -> Tensor:
     """One row more than the largest batch, so that one symbolic trace covers all."""
@@ -140,34 +134,36 @@ def record_rebuild(spec: Any, lens: Sequence[int], capacity: int, k: int = STEPS
     return recorder.records
 
 
-def fused_graph(spec: Any, capacity: int, k: int = STEPS, symbolic: bool = True, keep_taps: bool = True) -> Any:
-    """The traced loop after all passes, with the taps kept."""
-    traced = trace(loop.decode_loop, (spec, capacity, k, loop.graph_tap), "num_reqs" if symbolic else None)
-    steps = passes.pipeline(register=register_refresh, hidden_reads=hidden_reads, keep_taps=keep_taps)
-    passes.run(traced.graph, steps)
-    return traced
+class Fused:
+    """The fused loop of a speculator (every pass, no compiler), traced once for any number of rows, taps recorded."""
 
+    def __init__(self, spec: Any, k: int = STEPS) -> None:
+        self.spec, self.recorder = spec, Recorder()
+        load(spec, LENS, MAX_REQS - 1)
+        traced = trace(loop.decode_loop, (spec, MAX_REQS - 1, k, loop.graph_tap), "num_reqs")
+        steps = passes.pipeline(register=register_refresh, hidden_reads=hidden_reads, keep_taps=True)
+        passes.run(traced.graph, steps)
+        self.graph = traced.graph
+        for node in traced.graph.nodes:
+            if ir.is_tap(node):
+                node.target = self.recorder
+        self.emission = emit(traced.graph, traced.fake_mode, traced.tensors, compiler="none")
 
-def record_fused(spec: Any, lens: Sequence[int], capacity: int, k: int = STEPS, symbolic: bool = True) -> Records:
-    """The fused loop (every pass, no compiler), each tap recorded."""
-    load(spec, lens, capacity)
-    traced = fused_graph(spec, capacity, k, symbolic)
-    recorder = Recorder()
-    for node in traced.graph.nodes:
-        if ir.is_tap(node):
-            node.target = recorder
-    load(spec, lens, capacity)
-    emission = emit(traced.graph, traced.fake_mode, traced.tensors, compiler="none")
-    emission.bind(capacity, Workspace()).run()
-    return recorder.records
+    def record(self, lens: Sequence[int], capacity: int) -> Records:
+        """Run at ``capacity`` rows, ``lens`` of them live."""
+        assert self.emission.guards_hold(capacity)
+        self.recorder.records = {}
+        run = self.emission.bind(capacity, Workspace()).run
+        load(self.spec, lens, capacity)
+        run()
+        return self.recorder.records
 
 
 def differences(a: Records, b: Records, only: str = "") -> list[tuple[str, int]]:
-    """Names and steps whose values differ (all of them, or those that contain ``only``)."""
-    assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
-    keys = [key for key in a if only in key[0]]
+    """Names and steps whose values differ or are in one only (all of them, or those that contain ``only``)."""
+    keys = [key for key in [*a, *(b.keys() - a.keys())] if only in key[0]]
     assert keys, f"nothing recorded has {only!r} in its name"
-    return [key for key in keys if not same(a[key], b[key])]
+    return [key for key in keys if key not in a or key not in b or not same(a[key], b[key])]
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -210,13 +206,3 @@ def without_refresh(spec: Toy, index: int = 0) -> Toy:
     groups[index] = dataclasses.replace(groups[index], builder=RefreshOff(groups[index].builder))
     other.attn_groups = groups
     return other
-
-
-def caches_after(spec: Toy, run: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
-    """``run()`` on a copy of the present state, and the state that it left; the state is put back."""
-    before = [t.clone() for t in spec.state()]
-    result = run()
-    after = [t.clone() for t in spec.state()]
-    for tensor, old in zip(spec.state(), before, strict=True):
-        tensor.copy_(old)
-    return result, after
