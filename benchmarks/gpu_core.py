@@ -74,7 +74,7 @@ def say(text: str) -> None:
 def ragged(spec: BenchSpeculator, rows: int, context: int) -> None:
     """Live rows of different lengths; the last of several reaches max_model_len inside the loop."""
     fill_decode(spec, rows, context)
-    lengths = context - (torch.arange(rows, device=spec.sizes.device) * 17) % (context // 2)
+    lengths = context - (torch.arange(rows, device=spec.device) * 17) % (context // 2)
     if rows > 1:
         lengths[-1] = spec.max_model_len - 2
     spec.inputs.seq_lens[:rows].copy_(lengths)

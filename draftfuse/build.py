@@ -17,7 +17,8 @@ from draftfuse.errors import EmissionError, UnsafeLoopError
 from draftfuse.lowering.effects import effects_in, hidden_reads
 from draftfuse.lowering.emit import Emission, emit
 from draftfuse.lowering.generated import register_hidden, register_refresh
-from draftfuse.passes import ir
+from draftfuse.lowering.small import has_own_kernel
+from draftfuse.passes import ir, never
 from draftfuse.passes.explicit_metadata import explicit_metadata
 from draftfuse.report import BuildReport
 from draftfuse.trace import Trace, trace
@@ -62,7 +63,7 @@ def finish(
     """Passes and emission of a traced loop, and the report on both."""
     settings.inspect(traced)
     refuse_outputs(traced)
-    steps = passes_for(traced)
+    steps = passes_for(traced, small=has_own_kernel if settings.compiler == "inductor" else never)
     whole = settings.emission == "whole" and settings.compiler == "inductor"
     # In a whole graph the refresh stays values: Inductor fuses it with what reads it.
     disable = {*settings.disable, "lower_metadata_refresh"} if whole else settings.disable
@@ -81,12 +82,12 @@ def finish(
     return emission, report
 
 
-def passes_for(traced: Trace, keep_taps: bool = False) -> tuple[passes.Pass, ...]:
+def passes_for(traced: Trace, keep_taps: bool = False, small: passes.Applies = never) -> tuple[passes.Pass, ...]:
     """The pipeline, with what the operators of this loop touch beyond their arguments."""
     effects = effects_in(traced.graph, traced.tensors)
     explicit = partial(explicit_metadata, effects=effects, wrap=register_hidden)
     return passes.pipeline(
-        register=register_refresh, hidden_reads=hidden_reads, explicit=explicit, keep_taps=keep_taps
+        register=register_refresh, hidden_reads=hidden_reads, small=small, explicit=explicit, keep_taps=keep_taps
     )
 
 

@@ -201,7 +201,9 @@ class FusedDraft:
         """Check, launch, count: all that a replay costs on the host."""
         runner = plan.runner
         runner.addresses.check()
-        if runner.guards:
+        if failed := runner.scalars.broken():
+            plan, runner = self._split_instead(plan.descriptor, num_reqs, failed)
+        elif runner.guards:
             host = guards.HostBatch(num_reqs, num_tokens, max_seq_len)
             if failed := guards.broken(runner.guards, host):
                 plan, runner = self._split_instead(plan.descriptor, num_reqs, failed)

@@ -65,6 +65,7 @@ class Report:
     fallbacks: list[Fallback] = field(default_factory=list)
     findings: list[Any] = field(default_factory=list)
     baked: dict[str, Any] = field(default_factory=dict)
+    external: list[str] = field(default_factory=list)  # tensors that a replay reads and draftfuse does not fill
     groups: list[dict[str, Any]] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -91,6 +92,8 @@ class Report:
         for build in self.builds:
             lines += explain_build(build)
         lines += [f"group {g['index']} ({g['builder']}): {g['kind']}; {g['fields']}" for g in self.groups]
+        lines += [f"reads {path}: rewrite it only behind batch_consumed" for path in self.external]
+        lines += [f"taken from Python: {path} = {value!r}" for path, value in sorted(self.baked.items())]
         lines += [f"fallback: {f}" for f in self.fallbacks]
         lines += [str(f) for f in self.findings]
         lines += [f"{name}: {count}" for name, count in sorted(self.counters.items())]

@@ -21,7 +21,9 @@ from draftfuse.graphs import Captured, capture
 from draftfuse.guards import Addresses, collect
 from draftfuse.lowering.emit import Bound, Emission
 from draftfuse.lint import Inspector
+from draftfuse.lowering.ops.small_linear import MAX_ROWS
 from draftfuse.lowering.workspace import Workspace
+from draftfuse.passes import ir
 from draftfuse.report import Report
 from draftfuse.speculator import Guard
 from draftfuse.split import SplitLoop
@@ -58,6 +60,12 @@ class Runners:
         self._emissions: dict[tuple[str, int, int | None], Emission] = {}
         self._scalars: dict[int, ScalarGuards] = {}  # by the emission's id, which _emissions keeps alive
         self._guarded: dict[tuple[Any, ...], Runner] = {}
+
+    @property
+    def static_rows(self) -> int:
+        """Up to this capacity a build has its number of rows fixed: kernels for so few rows are made for each."""
+        own_kernels = self.settings.compiler == "inductor" and self.spec.inputs.positions.device.type == "cuda"
+        return MAX_ROWS if own_kernels else 1
 
     def get(self, descriptor: Descriptor) -> Runner:
         """The runner of ``descriptor``; building it leaves inputs and slots as they were."""
@@ -184,7 +192,7 @@ class Runners:
     def _emission(self, descriptor: Descriptor) -> Emission:
         """Code for the descriptor: symbolic above one row where its guards allow it, else for this capacity alone."""
         capacity = descriptor.num_reqs
-        if capacity > 1:
+        if capacity > self.static_rows:
             emission = self._build(descriptor, None, hint=max(2, self.ladder.capacities[-1] - 1))
             if emission.guards_hold(capacity):
                 return emission
@@ -198,6 +206,7 @@ class Runners:
             emission, report = build(function, arguments, descriptor, num_reqs, self.settings)
             self._emissions[key] = emission
             self._scalars[id(emission)] = self._bake(report.baked)
+            self.report.external = sorted({*self.report.external, *external_reads(self.spec, emission)})
             self.report.builds.append(report)
         return self._emissions[key]
 
@@ -205,6 +214,15 @@ class Runners:
         """List host values that a trace took in the report, and guard those that can change."""
         self.report.baked |= {plain(path): value for path, value in values.items()}
         return ScalarGuards.of(values, {"spec": self.spec})
+
+
+def external_reads(spec: Any, emission: Emission) -> list[str]:
+    """Paths of tensors that the code reads, nobody writes in the loop, and draftfuse does not fill (weights left out)."""
+    filled = {t.untyped_storage().data_ptr() for t in persistent_tensors(spec)}
+    written = {ir.storage(t) for n in emission.graph.nodes for t in ir.written(n)}
+    nodes = [n for n in ir.placeholders(emission.graph) if n.name in emission.tensors and ir.storage(n) not in written]
+    read = [(ir.path_of(n), emission.tensors[n.name]) for n in nodes if n.users]
+    return [p for p, t in read if not t.is_floating_point() and t.untyped_storage().data_ptr() not in filled]
 
 
 def loop_of(descriptor: Descriptor) -> tuple[Callable[..., None], tuple[int, ...]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftfuse import loop
+from draftfuse.blobs import refuse_pointers
 from draftfuse.build import Settings, finish
 from draftfuse.errors import UnstableMetadataError
 from draftfuse.lowering.emit import Bound
@@ -52,6 +53,7 @@ class SplitLoop:
         self.inputs = spec.inputs.view(capacity, capacity)
         self.held: dict[int, Any] = {}
         self.metadata = loop.build_metadata(spec, self.inputs, 1, self.held)
+        refuse_pointers(self.metadata, [g.builder for g in spec.attn_groups])
         self.reports: list[BuildReport] = []
         self.steps = [self._build(step, settings) for step in range(1, k)]
         self.launch: list[Callable[[], None]] = [bound.run for bound in self.steps]

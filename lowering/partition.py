@@ -137,7 +137,8 @@ def _moved(source: fx.Node, segment: Segment) -> Iterator[fx.Node]:
 
 def _computes(node: fx.Node) -> bool:
     """Whether ``node`` makes new numbers; Inductor reads the arguments of such an operator before they change."""
-    assert isinstance(node.target, OpOverload)
+    if not isinstance(node.target, OpOverload):
+        return False
     return torch.Tag.pointwise in node.target.tags and node.target.overloadpacket not in _MAY_COPY
 
 

@@ -18,6 +18,9 @@ from torch._logging._internal import trace_structured
 from draftfuse.passes.buffers_to_values import buffers_to_values
 from draftfuse.passes.drop_dead_refresh import drop_dead_refresh
 from draftfuse.passes.erase_taps import erase_taps
+from draftfuse.passes.fuse_small_linears import Applies as Applies
+from draftfuse.passes.fuse_small_linears import fuse_small_linears
+from draftfuse.passes.fuse_small_linears import never as never
 from draftfuse.passes.hoist_invariants import hoist_invariants
 from draftfuse.passes.locals_to_values import locals_to_values
 from draftfuse.passes.lower_metadata_refresh import Register, lower_metadata_refresh
@@ -40,9 +43,18 @@ class PassReport:
 
 
 def pipeline(
-    *, register: Register, hidden_reads: HiddenReads, explicit: Pass | None = None, keep_taps: bool = False
+    *,
+    register: Register,
+    hidden_reads: HiddenReads,
+    small: Applies = never,
+    explicit: Pass | None = None,
+    keep_taps: bool = False,
 ) -> tuple[Pass, ...]:
-    """All passes in order; ``explicit`` is explicit_metadata with the graph's effects bound."""
+    """All passes in order.
+
+    ``explicit`` is explicit_metadata with the graph's effects bound; ``small`` says which products have a kernel of
+    draftfuse's own.
+    """
     return (
         *(() if explicit is None else (explicit,)),  # from here an operator touches its arguments only
         *(() if keep_taps else (erase_taps,)),  # what only names a value must not keep it alive
@@ -52,6 +64,7 @@ def pipeline(
         drop_dead_refresh,  # what is merged or unread must not move ahead or get rows
         refresh_ahead,  # all that tokens do not decide, before step 1
         partial(lower_metadata_refresh, register=register),  # the regions that are left become operators
+        partial(fuse_small_linears, applies=small),  # last: nothing after it reads the shapes that it looks for
     )
 
 

@@ -21,6 +21,7 @@ from torch._ops import OperatorBase, OpOverload
 from draftfuse.errors import SourceLine
 
 ALIGNMENT = 16  # bytes that Inductor's kernels assume of their inputs
+FUNCTIONAL_OPERATORS = frozenset({"draftfuse::small_linear"})
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<text>[^\n]*)')
 
 
@@ -146,9 +147,16 @@ def is_tap(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.name == "draftfuse::tap"
 
 
+def is_functional(node: fx.Node) -> bool:
+    """Whether ``node`` is an ATen operator or one of draftfuse's that depends on its arguments' values alone."""
+    if isinstance(node.target, OpOverload) and node.target.name() in FUNCTIONAL_OPERATORS:
+        return True
+    return is_aten(node)
+
+
 def is_opaque(node: fx.Node) -> bool:
     """Whether ``node`` is an operator that no pass and no code generator looks into."""
-    return node.op == "call_function" and not is_aten(node) and not is_tap(node)
+    return node.op == "call_function" and not is_functional(node) and not is_tap(node)
 
 
 OWN_NAMESPACES = ("draftfuse", "draftfuse_gen")
@@ -166,7 +174,7 @@ def hidden_reads_of(node: fx.Node) -> list[fx.Node]:
 
 def is_pure(node: fx.Node) -> bool:
     """Whether ``node`` computes a value from its arguments and does nothing else."""
-    if node.op != "call_function" or not is_aten(node) or is_mutation(node):
+    if node.op != "call_function" or not is_functional(node) or is_mutation(node):
         return False
     if not isinstance(node.target, OpOverload) or node.target is torch.ops.aten._assert_tensor_metadata.default:
         return True

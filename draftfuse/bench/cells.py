@@ -8,10 +8,11 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from draftfuse.bench.attention import Backend, backend_named
-from draftfuse.bench.layers import Widths
-from draftfuse.bench.speculators import BenchSpeculator, EagleHead, Sizes, StandaloneDraft
+from draftfuse.bench.attention import backend_named
+from draftfuse.bench.speculators import BenchSpeculator, EagleHead, MtpBlock, SmallMtpBlock, StandaloneDraft
 from draftfuse.errors import InvalidOptionError
+from draftfuse.models import ModelConfig
+from draftfuse.reference.llama import Limits
 
 REQUESTS, KS, CONTEXTS = (1, 4, 16, 64), (4, 8), (1024, 8192)
 SMALL_REQUESTS, SMALL_CONTEXTS = (1, 4), (64,)
@@ -20,36 +21,37 @@ ROOM = 64  # tokens that a request may still draft
 
 @dataclass(frozen=True)
 class Kind:
-    """A measured speculator: its class, its widths on CUDA, and small ones for the CPU."""
+    """A measured speculator: what makes it, its sizes on CUDA, and small ones for the CPU."""
 
-    make: Callable[..., BenchSpeculator]
-    widths: Widths
-    small: Widths
     words: str
+    make: Callable[..., BenchSpeculator]
+    config: ModelConfig
+    make_small: Callable[..., BenchSpeculator]
+    small: ModelConfig
 
-    def widths_on(self, device: torch.device) -> Widths:
-        """Full widths on CUDA, small ones elsewhere."""
-        return self.widths if device.type == "cuda" else self.small
+
+def sizes(vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, head_size: int, mlp: int) -> ModelConfig:
+    """A model's sizes."""
+    return ModelConfig(vocab, hidden, layers, heads, kv_heads, head_size, mlp, 1 << 17, 1e-5, 500_000.0)
 
 
+SMALL = sizes(256, 64, 1, 4, 2, 16, 128)
 SPECULATORS: dict[str, Kind] = {
-    "eagle-a": Kind(
-        EagleHead,
-        Widths(hidden=4096, heads=32, kv_heads=8, head_size=128, mlp=14336, vocab=32000),
-        Widths(hidden=128, heads=4, kv_heads=2, head_size=32, mlp=256, vocab=512),
-        "EAGLE head, widths A",
-    ),
-    "eagle-b": Kind(
-        EagleHead,
-        Widths(hidden=2048, heads=32, kv_heads=8, head_size=64, mlp=8192, vocab=32000),
-        Widths(hidden=64, heads=4, kv_heads=2, head_size=16, mlp=128, vocab=256),
-        "EAGLE head, widths B",
-    ),
+    "eagle-a": Kind("EAGLE head, widths A", EagleHead, sizes(32000, 4096, 1, 32, 8, 128, 14336), EagleHead, SMALL),
+    "eagle-b": Kind("EAGLE head, widths B", EagleHead, sizes(32000, 2048, 1, 32, 8, 64, 8192), EagleHead, SMALL),
     "draft-28": Kind(
-        StandaloneDraft,
-        Widths(hidden=1024, heads=16, kv_heads=8, head_size=128, mlp=3072, vocab=151936, layers=28),
-        Widths(hidden=64, heads=4, kv_heads=2, head_size=16, mlp=128, vocab=256, layers=3),
         "stand-alone draft, 28 layers, 0.6 B parameters, vocabulary 151,936",
+        StandaloneDraft,
+        sizes(151936, 1024, 28, 16, 8, 128, 3072),
+        StandaloneDraft,
+        sizes(256, 64, 3, 4, 2, 16, 128),
+    ),
+    "mtp": Kind(
+        "MTP block, hidden 2048, 64 routed experts of 1408, 6 active, a shared one of 2816, vocabulary 32,000",
+        MtpBlock,
+        sizes(32000, 2048, 1, 16, 8, 128, 2816),
+        SmallMtpBlock,
+        SMALL,
     ),
 }
 
@@ -95,17 +97,16 @@ def speculator_for(
     cells: Sequence[Cell], device: torch.device, attention: str, max_model_len: int | None = None
 ) -> BenchSpeculator:
     """One speculator, large enough for all of ``cells`` (which share its kind)."""
-    kind = SPECULATORS[cells[0].speculator]
-    widths = kind.widths_on(device)
-    sizes = Sizes(
-        max_num_reqs=max(c.requests for c in cells),
+    kind, full = SPECULATORS[cells[0].speculator], device.type == "cuda"
+    config, make = (kind.config, kind.make) if full else (kind.small, kind.make_small)
+    dtype = torch.bfloat16 if full else torch.float32
+    limits = Limits(
         num_speculative_tokens=max(c.k for c in cells),
+        max_num_reqs=max(c.requests for c in cells),
         max_model_len=max_model_len or max(c.context for c in cells) + ROOM,
-        device=device,
-        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
     )
-    backend: Backend = backend_named(attention, widths.heads, widths.kv_heads, widths.head_size)
-    return kind.make(widths, sizes, backend)
+    backend = backend_named(attention, config, limits.max_num_reqs, device, dtype)
+    return make(config, limits, backend, device, dtype)
 
 
 def step_bytes(spec: BenchSpeculator, cell: Cell) -> tuple[list[float], float]:

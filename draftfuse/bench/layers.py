@@ -1,11 +1,10 @@
-"""The layers of the measured speculators: plain PyTorch, random weights, KV in pages.
+"""Random weights on the device, and the decoder layer of the measured speculators.
 
-Shapes: T tokens, H hidden, Q query heads, G KV heads, D head size, L max_model_len, N pages, P slots a page.
+Shapes: T tokens, H hidden, Q query heads, D head size, A experts of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,30 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftfuse.bench.attention import Backend
-from draftfuse.ops import write_kv
-
-EPSILON, ROPE_THETA = 1e-5, 500_000.0
-Mlp = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Widths:
-    """Sizes of a speculator; ``experts`` is 0 for a dense MLP of width ``mlp``."""
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    mlp: int
-    vocab: int
-    layers: int = 1
-    experts: int = 0
-    active: int = 0
-    expert_mlp: int = 0
+from draftfuse.models import ModelConfig
+from draftfuse.reference.llama import Cache, DecoderLayer, Limits, PagedMetadata, Shapes, Weights, rms_norm
 
 
 class Maker:
-    """Makes random tensors on one device and counts the bytes of those that every step reads."""
+    """Makes random tensors on one device and counts the bytes of the weights that every step reads."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
         self.device, self.dtype, self.num_bytes = device, dtype, 0
@@ -49,84 +30,88 @@ class Maker:
         return new.normal_(generator=self.generator).mul_(scale)
 
     def weight(self, *shape: int) -> Tensor:
-        """A matrix whose product keeps the scale of what it multiplies; counted."""
-        new = self.normal(*shape, scale=shape[-1] ** -0.5)
+        """A matrix whose product keeps the scale of what it multiplies, or the gains of a norm; counted."""
+        new = 1 + self.normal(*shape, scale=0.1) if len(shape) == 1 else self.normal(*shape, scale=shape[-1] ** -0.5)
         self.num_bytes += new.numel() * new.element_size()
         return new
 
-    def gain(self, size: int) -> Tensor:
-        """The weight of a norm; counted."""
-        new = 1 + self.normal(size, scale=0.1)
-        self.num_bytes += new.numel() * new.element_size()
-        return new
+    def weights(self, shapes: Shapes) -> Weights:
+        """All weights of ``shapes``."""
+        return {name: self.weight(*shape) for name, shape in shapes.items()}
+
+    def cache(self, config: ModelConfig, limits: Limits) -> Cache:
+        """Random keys and values of one layer, room for every request."""
+        shape = (limits.max_num_reqs * limits.blocks, limits.page_size, config.num_key_value_heads, config.head_dim)
+        return self.normal(*shape), self.normal(*shape)
 
     def permutation(self, size: int) -> Tensor:
         """0..size-1 shuffled."""
         return torch.randperm(size, generator=self.generator, device=self.device)
 
 
-def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
-    """Root-mean-square norm in float32."""
-    wide = x.float()
-    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
-    return scaled.to(x.dtype) * gain
+class BenchLayer(DecoderLayer):
+    """The reference layer with an attention backend of choice; attention may read something else than the residual."""
+
+    def __init__(self, weights: Weights, prefix: str, config: ModelConfig, cache: Cache, backend: Backend) -> None:
+        super().__init__(weights, prefix, config, cache)
+        self.backend = backend
+
+    def look_up(self, query: Tensor, metadata: Any) -> Tensor:
+        """Paged attention of [T, Q, D] by the backend."""
+        return self.backend.attend(query, *self.cache, metadata)
+
+    def forward_beside(self, x: Tensor, residual: Tensor, turns: Tensor, metadata: PagedMetadata) -> Tensor:
+        """Attention reads ``x``; its result and the MLP's go onto ``residual``."""
+        attended = self.attend(x, turns, metadata)
+        hidden = residual + F.linear(attended.flatten(1), self.o)
+        return hidden + self.mlp(rms_norm(hidden, self.post_norm, self.config.rms_norm_eps))
 
 
-def rope_table(max_model_len: int, head_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[L, D]: cosines, then sines, of each position."""
-    inverse = ROPE_THETA ** -(torch.arange(0, head_size, 2, device=device).float() / head_size)
-    angles = torch.arange(max_model_len, device=device).float()[:, None] * inverse
-    return torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
+@dataclass(frozen=True)
+class Experts:
+    """Routed experts of an MLP: how many there are, how many a token uses, how wide each is."""
+
+    count: int = 64
+    active: int = 6
+    width: int = 1408
+
+    def distinct(self, tokens: int) -> float:
+        """How many experts ``tokens`` tokens use together, if each chooses at random."""
+        return self.count * (1 - (1 - self.active / self.count) ** tokens)
 
 
-def rope(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate the halves of each head; ``x`` is [T, heads, D], ``angles`` rows of :func:`rope_table`."""
-    cos, sin = angles.unsqueeze(1).chunk(2, dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+class ExpertLayer(BenchLayer):
+    """A decoder layer whose MLP is a shared expert and a few of many routed ones, as grouped products.
 
-
-class Attention:
-    """Fused qkv product, rope, KV write, paged attention, output product."""
+    Rows are sorted by expert on the device, so nothing syncs; experts without a row are not read.
+    """
 
     def __init__(
-        self, make: Maker, w: Widths, inputs: int, table: Tensor, pages: tuple[int, int], backend: Backend
+        self, make: Maker, weights: Weights, config: ModelConfig, cache: Cache, backend: Backend, experts: Experts
     ) -> None:
-        self.w, self.table, self.backend = w, table, backend
-        self.qkv = make.weight((w.heads + 2 * w.kv_heads) * w.head_size, inputs)
-        self.out = make.weight(w.hidden, w.heads * w.head_size)
-        self.key_cache = make.normal(*pages, w.kv_heads, w.head_size)
-        self.value_cache = make.normal(*pages, w.kv_heads, w.head_size)
+        super().__init__(weights, "", config, cache, backend)
+        hidden, width = config.hidden_size, experts.width
+        self.experts, self.router = experts, make.weight(experts.count, hidden)
+        always = make.num_bytes
+        self.into, self.out_of = (
+            make.weight(experts.count, 2 * width, hidden),
+            make.weight(experts.count, hidden, width),
+        )
+        self.expert_bytes = (make.num_bytes - always) / experts.count
+        make.num_bytes = always
 
-    def __call__(self, x: Tensor, positions: Tensor, metadata: Any) -> Tensor:
-        w = self.w
-        heads = F.linear(x, self.qkv).view(-1, w.heads + 2 * w.kv_heads, w.head_size)
-        query, key, value = torch.split(heads, [w.heads, w.kv_heads, w.kv_heads], dim=1)
-        angles = self.table[positions]
-        query, key = rope(query, angles), rope(key, angles)
-        write_kv(key, value, self.key_cache, self.value_cache, metadata.slot_mapping)
-        mixed = self.backend.attend(query, self.key_cache, self.value_cache, metadata)
-        return F.linear(mixed.flatten(1), self.out)
+    def mlp(self, x: Tensor) -> Tensor:
+        """Shared expert and routed ones."""
+        return super().mlp(x) + self.routed(x)
 
-
-class SwiGLU:
-    """Fused gate-up product, SiLU, down product."""
-
-    def __init__(self, make: Maker, hidden: int, mlp: int) -> None:
-        self.gate_up, self.down = make.weight(2 * mlp, hidden), make.weight(hidden, mlp)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down)
-
-
-class DecoderLayer:
-    """Attention and MLP with their residuals; what attention reads is normed by the caller."""
-
-    def __init__(self, make: Maker, attention: Attention, mlp: Mlp) -> None:
-        self.attention, self.mlp = attention, mlp
-        self.norm = make.gain(attention.w.hidden)
-
-    def __call__(self, x: Tensor, residual: Tensor, positions: Tensor, metadata: Any) -> Tensor:
-        hidden = residual + self.attention(x, positions, metadata)
-        return hidden + self.mlp(rms_norm(hidden, self.norm))
+    def routed(self, x: Tensor) -> Tensor:
+        """[T, H]: the sum over the A experts of each token."""
+        share, chosen = F.linear(x, self.router).float().softmax(-1).topk(self.experts.active)
+        ids = chosen.flatten()
+        order = ids.argsort()
+        numbers = torch.arange(self.experts.count, device=x.device)
+        ends = torch.searchsorted(ids[order], numbers, right=True).to(torch.int32)
+        gate, up = F.grouped_mm(x[order // self.experts.active], self.into.mT, offs=ends).chunk(2, dim=-1)
+        each = F.grouped_mm(F.silu(gate) * up, self.out_of.mT, offs=ends)[order.argsort()]
+        weighted: Tensor = each.view(x.shape[0], self.experts.active, -1) * share.unsqueeze(-1).to(x.dtype)
+        return weighted.sum(1)

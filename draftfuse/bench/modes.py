@@ -48,7 +48,7 @@ class Workbench:
 
     def __init__(self, spec: BenchSpeculator, capacities: list[int]) -> None:
         self.spec, self.capacities = spec, capacities
-        self.device = spec.sizes.device
+        self.device = spec.device
         self.work: Workload | None = None
         self.fused: dict[str, draftfuse.FusedDraft] = {}
 
@@ -70,7 +70,7 @@ class Workbench:
             fill()
             run()
             return Ready(run, spec)
-        graph = capture(run, fill, [], None, torch.cuda.Stream())
+        graph = capture(run, fill, [], None, torch.cuda.Stream())  # type: ignore[no-untyped-call]
         return Ready(graph.replay, spec, [graph])
 
     def compiled(self, mode: str, compiler: str) -> draftfuse.FusedDraft:

@@ -1,81 +1,63 @@
-"""The measured speculators, as a user would write them; greedy, one attention group, weights of their own.
+"""The measured speculators, as a user would write them: greedy, one attention group, random weights.
 
-Shapes: R requests, T tokens, H hidden, V vocabulary, N pages, P slots a page.
+Shapes: R requests, T tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftfuse.bench.attention import Backend, TritonAttention
-from draftfuse.bench.layers import Attention, DecoderLayer, Maker, SwiGLU, Widths, rms_norm, rope_table
-from draftfuse.speculator import AttentionGroup, DraftInputs, Speculator
+from draftfuse.bench.attention import Backend
+from draftfuse.bench.layers import BenchLayer, ExpertLayer, Experts, Maker
+from draftfuse.models import ModelConfig
+from draftfuse.ops import advance_positions
+from draftfuse.reference.llama import Limits, allocate_inputs, layer_shapes, paged_group, rms_norm, rotary_table
+from draftfuse.speculator import DraftInputs, Speculator
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a speculator is allocated for."""
-
-    max_num_reqs: int
-    num_speculative_tokens: int
-    max_model_len: int
-    device: torch.device
-    dtype: torch.dtype
-    page_size: int = 16
-
-    @property
-    def pages_per_request(self) -> int:
-        """Width of the block table."""
-        return -(-self.max_model_len // self.page_size)
+Metadata = Mapping[str, Any]
 
 
 class BenchSpeculator(Speculator):
     """What all measured speculators share: buffers, pages in random order, embedding and greedy sampling."""
 
-    feeds_back = True  # hidden states of one step are inputs of the next
-
-    def __init__(self, widths: Widths, sizes: Sizes, backend: Backend | None = None, seed: int = 0) -> None:
-        w, s = widths, sizes
-        self.widths, self.sizes = w, s
-        self.max_num_reqs, self.max_model_len = s.max_num_reqs, s.max_model_len
-        self.num_speculative_tokens = s.num_speculative_tokens
-        self.backend = backend or TritonAttention(w.head_size)
-        self.make = Maker(s.device, s.dtype, seed)
-        self.table = rope_table(s.max_model_len, w.head_size, s.device, s.dtype)
-        self.embedding = self.make.normal(w.vocab, w.hidden)
-        self.norm, self.lm_head = self.make.gain(w.hidden), self.make.weight(w.vocab, w.hidden)
-        self.inputs = DraftInputs.allocate(
-            s.max_num_reqs, s.num_speculative_tokens, w.hidden, dtype=s.dtype, device=s.device
+    def __init__(
+        self, config: ModelConfig, limits: Limits, backend: Backend, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.config, self.limits, self.backend, self.device, self.dtype = config, limits, backend, device, dtype
+        self.max_num_reqs, self.max_model_len = limits.max_num_reqs, limits.max_model_len
+        self.num_speculative_tokens = limits.num_speculative_tokens
+        self.make = Maker(device, dtype)
+        self.rotary = rotary_table(config, limits.max_model_len, device)
+        self.embedding = self.make.normal(config.vocab_size, config.hidden_size)
+        self.norm = self.make.weight(config.hidden_size)
+        self.lm_head = self.make.weight(config.vocab_size, config.hidden_size)
+        self.inputs = allocate_inputs(limits, config.hidden_size, device, dtype)
+        self.layers = self.build_layers()
+        group = replace(
+            paged_group(limits, self.inputs, [layer.cache for layer in self.layers]), builder=backend.builder
         )
-        self.attn_groups = [self._group()]
-        self.build_layers()
+        pages = self.make.permutation(limits.max_num_reqs * limits.blocks)
+        group.block_table[: limits.max_num_reqs].copy_(pages.view(limits.max_num_reqs, -1))
+        self.attn_groups = [group]
 
-    def _group(self) -> AttentionGroup:
-        s, tokens = self.sizes, self.inputs.positions.shape[0]
-        table = self.make.permutation(s.max_num_reqs * s.pages_per_request).to(torch.int32)
-        return AttentionGroup(
-            self.backend.builder,
-            block_table=table.view(s.max_num_reqs, -1),
-            slot_mapping=torch.full((tokens,), -1, device=s.device),
-            page_size=s.page_size,
-            layer_names=[f"layer{i}" for i in range(self.widths.layers)],
-        )
-
-    def attention(self, inputs: int) -> Attention:
-        """An attention block that reads ``inputs`` values a token, with its KV pages."""
-        pages = (self.sizes.max_num_reqs * self.sizes.pages_per_request, self.sizes.page_size)
-        return Attention(self.make, self.widths, inputs, self.table, pages, self.backend)
-
-    def build_layers(self) -> None:
+    def build_layers(self) -> list[BenchLayer]:
         """Allocate what :meth:`forward` uses."""
         raise NotImplementedError
+
+    def gains(self) -> Tensor:
+        """The weight of one more norm."""
+        return self.make.weight(self.config.hidden_size)
+
+    def normed(self, x: Tensor, gains: Tensor) -> Tensor:
+        """RMS norm."""
+        return rms_norm(x, gains, self.config.rms_norm_eps)
 
     def embed(self, inputs: DraftInputs) -> Tensor:
         """[T, H] of the input ids."""
@@ -95,20 +77,16 @@ class BenchSpeculator(Speculator):
 
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token in all layers."""
-        w = self.widths
-        return 2 * w.layers * w.kv_heads * w.head_size * self.sizes.dtype.itemsize
+        return sum(t[0, 0].numel() * t.element_size() for t in self.kv_caches())
 
     def kv_caches(self) -> list[Tensor]:
         """Every KV pool."""
-        return [t for layer in self.layers for t in (layer.attention.key_cache, layer.attention.value_cache)]
-
-    layers: list[DecoderLayer]
+        return [cache for layer in self.layers for cache in layer.cache]
 
     def twin(self, rows: int) -> BenchSpeculator:
         """The same weights and KV pages with input buffers of exactly ``rows`` rows."""
         other = copy.copy(self)
-        exact = {name: t.clone() for name, t in self.inputs.view(rows, rows).named_tensors().items()}
-        other.inputs = DraftInputs(**exact)
+        other.inputs = DraftInputs(**{n: t.clone() for n, t in self.inputs.view(rows, rows).named_tensors().items()})
         other.attn_groups = [
             replace(g, block_table=g.block_table[:rows].clone(), slot_mapping=g.slot_mapping[:rows].clone())
             for g in self.attn_groups
@@ -119,47 +97,83 @@ class BenchSpeculator(Speculator):
 class EagleHead(BenchSpeculator):
     """EAGLE-3-shaped head: one layer whose qkv reads [norm(embedding), norm(hidden)]."""
 
-    def build_layers(self) -> None:
+    def build_layers(self) -> list[BenchLayer]:
         """One decoder layer."""
-        w = self.widths
-        self.embedding_norm, self.hidden_norm = self.make.gain(w.hidden), self.make.gain(w.hidden)
-        self.layers = [DecoderLayer(self.make, self.attention(2 * w.hidden), SwiGLU(self.make, w.hidden, w.mlp))]
+        self.embedding_norm, self.hidden_norm = self.gains(), self.gains()
+        shapes = layer_shapes(self.config, "", input_norm=False)
+        for name in ("q", "k", "v"):
+            shapes[f"self_attn.{name}_proj.weight"] = (
+                shapes[f"self_attn.{name}_proj.weight"][0],
+                2 * self.config.hidden_size,
+            )
+        cache = self.make.cache(self.config, self.limits)
+        return [BenchLayer(self.make.weights(shapes), "", self.config, cache, self.backend)]
 
-    def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: DraftInputs, metadata: Metadata) -> tuple[Tensor, Tensor]:
         """Normed hidden states for logits, and the layer's own to feed back."""
-        embedded = rms_norm(self.embed(inputs), self.embedding_norm)
-        x = torch.cat([embedded, rms_norm(inputs.hidden_states, self.hidden_norm)], dim=-1)
-        hidden = self.layers[0](x, inputs.hidden_states, inputs.positions, metadata["layer0"])
-        return rms_norm(hidden, self.norm), hidden
+        embedded = self.normed(self.embed(inputs), self.embedding_norm)
+        x = torch.cat([embedded, self.normed(inputs.hidden_states, self.hidden_norm)], dim=-1)
+        turns = self.rotary[inputs.positions]
+        hidden = self.layers[0].forward_beside(x, inputs.hidden_states, turns, metadata["draft"])
+        return self.normed(hidden, self.norm), hidden
 
 
 class StandaloneDraft(BenchSpeculator):
     """A small Llama-like model that reads tokens only."""
 
-    feeds_back = False
-
-    def build_layers(self) -> None:
-        """All decoder layers, each with its input norm."""
-        w = self.widths
-        self.input_norms = [self.make.gain(w.hidden) for _ in range(w.layers)]
-        self.layers = [
-            DecoderLayer(self.make, self.attention(w.hidden), SwiGLU(self.make, w.hidden, w.mlp))
-            for _ in range(w.layers)
+    def build_layers(self) -> list[BenchLayer]:
+        """All decoder layers."""
+        shapes = layer_shapes(self.config, "")
+        return [
+            BenchLayer(
+                self.make.weights(shapes), "", self.config, self.make.cache(self.config, self.limits), self.backend
+            )
+            for _ in range(self.config.num_hidden_layers)
         ]
 
-    def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: DraftInputs, metadata: Metadata) -> tuple[Tensor, Tensor]:
         """Normed hidden states, twice."""
-        hidden = self.embed(inputs)
-        for index, layer in enumerate(self.layers):
-            x = rms_norm(hidden, self.input_norms[index])
-            hidden = layer(x, hidden, inputs.positions, metadata[f"layer{index}"])
-        hidden = rms_norm(hidden, self.norm)
+        hidden, turns = self.embed(inputs), self.rotary[inputs.positions]
+        for layer in self.layers:
+            hidden = layer.forward(hidden, turns, metadata["draft"])
+        hidden = self.normed(hidden, self.norm)
         return hidden, hidden
 
     def advance(self, tokens: Tensor, hidden: Tensor, step: int) -> None:
         """Write the next ids, positions and lengths; hidden states are not read."""
-        from draftfuse.ops import advance_positions
-
         rows = tokens.shape[0]
         self.inputs.input_ids[:rows].copy_(tokens)
         advance_positions(self.inputs.positions[:rows], self.inputs.seq_lens[:rows], self.max_model_len)
+
+
+class MtpBlock(BenchSpeculator):
+    """MTP block: a projection of [norm(embedding), norm(hidden)], then one layer with routed experts."""
+
+    experts = Experts()
+
+    def build_layers(self) -> list[BenchLayer]:
+        """One decoder layer; ``intermediate_size`` is the shared expert's."""
+        self.embedding_norm, self.hidden_norm = self.gains(), self.gains()
+        self.project = self.make.weight(self.config.hidden_size, 2 * self.config.hidden_size)
+        weights = self.make.weights(layer_shapes(self.config, ""))
+        cache = self.make.cache(self.config, self.limits)
+        self.layer = ExpertLayer(self.make, weights, self.config, cache, self.backend, self.experts)
+        return [self.layer]
+
+    def forward(self, inputs: DraftInputs, metadata: Metadata) -> tuple[Tensor, Tensor]:
+        """Normed hidden states for logits, and the layer's own to feed back."""
+        embedded = self.normed(self.embed(inputs), self.embedding_norm)
+        x = torch.cat([embedded, self.normed(inputs.hidden_states, self.hidden_norm)], dim=-1)
+        turns = self.rotary[inputs.positions]
+        hidden = self.layer.forward(F.linear(x, self.project), turns, metadata["draft"])
+        return self.normed(hidden, self.norm), hidden
+
+    def weight_bytes(self, rows: int) -> float:
+        """Bytes of weights of a step: of the routed experts, as many as ``rows`` tokens use together on average."""
+        return self.make.num_bytes + self.experts.distinct(rows) * self.layer.expert_bytes
+
+
+class SmallMtpBlock(MtpBlock):
+    """The same with few and narrow experts, for the CPU."""
+
+    experts = Experts(count=8, active=2, width=32)

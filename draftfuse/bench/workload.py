@@ -15,16 +15,16 @@ from draftfuse.state import pad
 
 def fill_decode(spec: BenchSpeculator, rows: int, context: int, seed: int = 1) -> None:
     """Write ``rows`` requests of ``context`` tokens as draft step 1 reads them; rows behind them are padded."""
-    make, inputs = Maker(spec.sizes.device, spec.sizes.dtype, seed), spec.inputs
+    make, inputs = Maker(spec.device, spec.dtype, seed), spec.inputs
     for tensor in inputs.named_tensors().values():
         tensor.zero_()
-    inputs.hidden_states[:rows].copy_(make.normal(rows, spec.widths.hidden))
-    inputs.input_ids[:rows].copy_(make.permutation(spec.widths.vocab)[:rows])
+    inputs.hidden_states[:rows].copy_(make.normal(rows, spec.config.hidden_size))
+    inputs.input_ids[:rows].copy_(make.permutation(spec.config.vocab_size)[:rows])
     inputs.draft_tokens[:rows, 0].copy_(inputs.input_ids[:rows])
     inputs.positions[:rows].fill_(context - 1)
     inputs.seq_lens[:rows].fill_(context)
     pad(inputs, rows, inputs.seq_lens.shape[0])
-    numbers = torch.arange(inputs.query_start_loc.shape[0], device=spec.sizes.device)
+    numbers = torch.arange(inputs.query_start_loc.shape[0], device=spec.device)
     inputs.query_start_loc.copy_(numbers)
     inputs.idx_mapping[:rows].copy_(numbers[:rows])
 
@@ -50,14 +50,14 @@ def write_rows(inputs: DraftInputs, live: dict[str, torch.Tensor]) -> None:
 
 def uniform_batch(spec: BenchSpeculator, rows: int, context: int, k: int, seed: int = 2) -> DraftBatch:
     """A scheduler step in which each request verified k drafts: k + 1 tokens a row, some of them rejected."""
-    make, device = Maker(spec.sizes.device, spec.sizes.dtype, seed), spec.sizes.device
+    make, device = Maker(spec.device, spec.dtype, seed), spec.device
     tokens, numbers = rows * (k + 1), torch.arange(rows * (k + 1), device=device)
-    ids = (numbers * 7919 + 13) % spec.widths.vocab
+    ids = (numbers * 7919 + 13) % spec.config.vocab_size
     return DraftBatch(
         num_reqs=rows,
         num_tokens=tokens,
         max_seq_len=context,
-        hidden_states=make.normal(tokens, spec.widths.hidden),
+        hidden_states=make.normal(tokens, spec.config.hidden_size),
         input_ids=ids.to(torch.int32),
         positions=context - (k + 1) + numbers % (k + 1),
         query_start_loc=(torch.arange(rows + 1, device=device) * (k + 1)).to(torch.int32),

@@ -43,5 +43,7 @@ def compiler() -> str:
     """
     name = os.environ.get(COMPILER, "none")
     if name not in COMPILERS:
-        raise InvalidOptionError(f"unknown {COMPILER}", repr(name), f"one of {list(COMPILERS)}", "Correct the variable.")
+        raise InvalidOptionError(
+            f"unknown {COMPILER}", repr(name), f"one of {list(COMPILERS)}", "Correct the variable."
+        )
     return name

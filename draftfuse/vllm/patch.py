@@ -94,8 +94,7 @@ def _capture_split(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _whole_loop(
     self: Any, plan: Plan, num_reqs: int, num_tokens: int, metadata: Any, slots: Any, across: Any, mode: Any
 ) -> None:
-    steps = self.num_speculative_steps
-    run_loop(self, plan.release, num_reqs, num_tokens, metadata, slots, (across, mode), steps=steps, rebuild=True)
+    draft(self, plan, num_reqs, num_tokens, metadata, slots, (across, mode), self.num_speculative_steps)
 
 
 def _multi_step_decode(original: Any, self: Any, num_reqs: int, skip_attn: bool, batch_desc: Any, across: Any) -> Any:
@@ -151,20 +150,9 @@ def _generate_fused_drafts(
     plan = active(self)
     if plan is None:
         return original(self, num_reqs, num_tokens, metadata, slots, across, *given)
-    bound = None if plan.upper_bound is None else plan.upper_bound[:num_reqs]
     plan.counters["loops run by Python (eager, warm-up or capture)"] += 1
-    run_loop(
-        self,
-        plan.release,
-        num_reqs,
-        num_tokens,
-        metadata,
-        slots,
-        (across, *given),
-        steps=num_speculative_steps or self.num_speculative_steps,
-        rebuild=plan.rebuilds(),
-        upper_bound=bound,
-    )
+    steps = num_speculative_steps or self.num_speculative_steps
+    draft(self, plan, num_reqs, num_tokens, metadata, slots, (across, *given), steps)
     return None
 
 
@@ -193,6 +181,35 @@ def map_block_tables(spec: Any) -> None:
 
 
 # Both.
+
+
+def draft(
+    spec: Any, plan: Plan, rows: int, tokens: int, metadata: Any, slots: Any, rest: tuple[Any, ...], steps: int
+) -> None:
+    """Draft steps 1..steps-1, compiled where that was asked for and a graph is about to hold it."""
+    bound = None if plan.upper_bound is None else plan.upper_bound[:rows]
+    recorded = bound is None or spec.device.type == "cpu"
+    if plan.compiler == "inductor" and recorded and metadata is not None and rows == tokens:
+        program = compiled_loop(spec, plan)
+        if program is not None:
+            program.run(rows, steps, metadata, slots, rest, bound)
+            return
+    rebuild = plan.rebuilds()
+    run_loop(spec, plan.release, rows, tokens, metadata, slots, rest, steps=steps, rebuild=rebuild, upper_bound=bound)
+
+
+def compiled_loop(spec: Any, plan: Plan) -> Any:
+    """The compiled loop of a speculator, made once; None, with a note, where it cannot stand for vLLM's."""
+    if plan.program is None:
+        from draftfuse.vllm.compiled import CompiledLoop, objection
+
+        reason = objection(spec)
+        if reason:
+            plan.compiler = "none"
+            plan.note(f"compiler none, because {reason}")
+            return None
+        plan.program = CompiledLoop(spec, plan.release, plan.rebuilds(), plan.note)
+    return plan.program
 
 
 def is_full(batch_desc: Any) -> bool:

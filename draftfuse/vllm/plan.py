@@ -31,11 +31,16 @@ class Plan:
     counters: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     upper_bound: Any = None  # host upper bound of the lengths of the batch that is being drafted
-    programs: dict[Any, Any] = field(default_factory=dict)  # compiled loops by shape
+    program: Any = None  # the compiled loop, once there is one
 
     def rebuilds(self) -> bool:
         """Whether some group is refreshed by its recorded build rather than by vLLM's update."""
         return not self.release.fuses or any(k.kind not in ("registered", "static") for k in self.kinds)
+
+    def note(self, text: str) -> None:
+        """Keep and log one line."""
+        self.notes.append(text)
+        logger.info("draftfuse: %s", text)
 
     def explain(self) -> str:
         """The decision and its consequences as text."""

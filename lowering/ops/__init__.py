@@ -18,6 +18,7 @@ from draftfuse.lowering.ops.compute_slot_mapping import compute_slot_mapping
 from draftfuse.lowering.ops.gumbel_sample import gumbel_sample
 from draftfuse.lowering.ops.load_rows import load_rows
 from draftfuse.lowering.ops.paged_attention import paged_attention
+from draftfuse.lowering.ops.small_linear import small_linear
 from draftfuse.lowering.ops.store import store
 from draftfuse.lowering.ops.tap import tap
 from draftfuse.lowering.ops.write_kv import write_kv
@@ -28,6 +29,7 @@ __all__ = [
     "gumbel_sample",
     "load_rows",
     "paged_attention",
+    "small_linear",
     "store",
     "tap",
     "write_kv",

@@ -52,9 +52,11 @@ class Hidden(Small):
 
 class HiddenWrite(Hidden):
     def enter(self, inputs: DraftInputs) -> Tensor:
-        self.seen[: inputs.seq_lens.shape[0]].mul_(0.5)
-        x = SHIFTING(Small.enter(self, inputs))
-        return x * self.seen[: inputs.seq_lens.shape[0]].unsqueeze(1) if x.shape[0] == inputs.seq_lens.shape[0] else x
+        x, rows = Small.enter(self, inputs), inputs.seq_lens.shape[0]
+        if x.shape[0] != rows:
+            return x
+        self.seen[:rows].mul_(0.5)
+        return SHIFTING(x) * self.seen[:rows].unsqueeze(1)
 
 
 @pytest.fixture(autouse=True)

@@ -103,7 +103,9 @@ def llm_from_command_line(options: dict[str, Any]) -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    parsed = EngineArgs.from_cli_args(parser.parse_args(["--compilation-config", ASK["cli"]]))
+    parsed = EngineArgs.from_cli_args(
+        parser.parse_args(["--model", options["model"], "--compilation-config", ASK["cli"]])
+    )
     return LLM(**options, compilation_config=parsed.compilation_config)
 
 

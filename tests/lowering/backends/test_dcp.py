@@ -53,7 +53,8 @@ class Ranks(Toy):
 
 
 def spread(single: Toy, ranks: Ranks, interleave: int) -> None:
-    """Give every rank its share of what the single rank's cache holds."""
+    """Give every rank its share of what the single rank's cache holds, and the same model."""
+    ranks.layers[0].weights = single.layers[0].weights
     one, many = single.attn_groups[0].block_table, ranks.attn_groups[0].block_table
     for row, length in enumerate(LENS):
         for position in range(length - 1):
@@ -91,16 +92,17 @@ def test_local_lengths_count_positions(length: int, world_size: int, interleave:
         assert local_lengths(lens, world_size, rank, interleave).tolist() == [mine]
 
 
-def test_changed_world_size_breaks_its_guard() -> None:
+def test_changed_rank_breaks_its_guard() -> None:
     ranks = Ranks(2, 1)
     fused = draftfuse.compile(ranks, compiler="none", request_capacities=[6])
     load(ranks, LENS, 6)
     fused.decode(len(LENS))
-    for group in ranks.attn_groups:
-        group.builder.world_size = 1
+    for group, rank in zip(ranks.attn_groups, (1, 0), strict=True):
+        group.builder.rank = rank
     load(ranks, LENS, 6)
     fused.decode(len(LENS))
     assert fused.report.counters["broken guards"] == 1
+    assert "dcp_rank: captured 0, now 1" in fused.report.fallbacks[0].reason
 
 
 def test_backend_that_cannot_runs_split() -> None:

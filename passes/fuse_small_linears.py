@@ -1,0 +1,152 @@
+"""Give matrix products of a few rows to a kernel that takes norm, SwiGLU and residual along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from draftfuse.passes import ir
+
+aten = torch.ops.aten
+Applies = Callable[[fx.Node], bool]
+
+
+def never(product: fx.Node) -> bool:
+    """The default of ``applies``: nothing is rewritten."""
+    return False
+
+
+def fuse_small_linears(graph: fx.Graph, *, applies: Applies) -> int:
+    """Rewrite ``x @ weight.T`` to ``draftfuse::small_linear`` where ``applies(product)`` says that it pays.
+
+    With one to four rows a product only streams its weights, and every small kernel around it costs about as much as
+    the gap in front of it. An RMS norm in front, a SwiGLU or a residual sum behind are taken along where the product is
+    their only user. Last of all passes: it looks for the shapes that models write, and nothing after it reads them.
+
+    Before::
+
+        %t = aten.permute.default(%weight, [1, 0])
+        %mm = aten.mm.default(%x, %t)
+        %sum = aten.add.Tensor(%residual, %mm)
+
+    After::
+
+        %small = draftfuse.small_linear.default(%x, %weight, None, 0.0, False, %residual)
+    """
+    found = 0
+    for node in list(graph.find_nodes(op="call_function", target=aten.mm.default)):
+        weight = _transposed(node.args[1])
+        if weight is None or not applies(node):
+            continue
+        _rewrite(graph, node, weight)
+        found += 1
+    ir.eliminate_dead_code(graph)
+    return found
+
+
+@dataclass
+class _Norm:
+    x: fx.Node
+    gain: fx.Node
+    epsilon: float
+
+
+def _rewrite(graph: fx.Graph, product: fx.Node, weight: fx.Node) -> None:
+    norm = _norm_in_front(product.args[0])
+    gated = _swiglu_behind(product)
+    last = gated or product
+    total, residual = _residual_behind(last)
+    x, gain, epsilon = (norm.x, norm.gain, norm.epsilon) if norm else (product.args[0], None, 0.0)
+    replaced = total or last
+    with graph.inserting_before(replaced):
+        args = (x, weight, gain, epsilon, gated is not None, residual)
+        new = ir.call(graph, torch.ops.draftfuse.small_linear.default, args, {}, product)
+    replaced.replace_all_uses_with(new)
+
+
+def _transposed(node: Any) -> fx.Node | None:
+    """``weight`` of ``weight.T``, where its rows are dense."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return None
+    swaps = {aten.t.default: (), aten.permute.default: ([1, 0],), aten.transpose.int: (0, 1)}
+    if node.target not in swaps or tuple(node.args[1:]) != swaps[node.target]:
+        return None
+    weight = node.args[0]
+    assert isinstance(weight, fx.Node)
+    return weight if ir.root(weight).op == "placeholder" and ir.value(weight).is_contiguous() else None
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _residual_behind(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """The sum of ``node`` and an equal shape made before it, and the other term."""
+    user = _only_user(node)
+    if user is None or user.target is not aten.add.Tensor or user.kwargs or len(user.args) != 2:
+        return None, None
+    other = user.args[1] if user.args[0] is node else user.args[0]
+    if not isinstance(other, fx.Node) or not ir.is_tensor(other) or other is node:
+        return None, None
+    mine, its = ir.value(node), ir.value(other)
+    same = mine.dtype == its.dtype and tuple(mine.shape) == tuple(its.shape)
+    return (user, other) if same else (None, None)
+
+
+def _swiglu_behind(product: fx.Node) -> fx.Node | None:
+    """``silu(first half) * second half`` of the product."""
+    split = _only_user(product)
+    width = ir.value(product).shape[1]
+    if split is None or split.target is not aten.split.Tensor or split.args[1:] != (width // 2, -1) or width % 2:
+        return None
+    halves = {item.args[1]: item for item in split.users}
+    gate, up = halves.get(0), halves.get(1)
+    silu = _only_user(gate) if gate is not None else None
+    gated = _only_user(silu) if silu is not None else None
+    if gated is None or up is None or silu is None or silu.target is not aten.silu.default:
+        return None
+    return gated if gated.target is aten.mul.Tensor and set(gated.args) == {silu, up} else None
+
+
+def _norm_in_front(node: Any) -> _Norm | None:
+    """RMS norm in float32, rounded to the dtype of x, times a gain; None where another user needs it too."""
+    if not isinstance(node, fx.Node) or node.target is not aten.mul.Tensor or len(node.users) != 1:
+        return None
+    gains = [a for a in node.all_input_nodes if a.op == "placeholder" and ir.value(a).dim() == 1]
+    if len(gains) != 1 or len(node.all_input_nodes) != 2:
+        return None
+    scaled = next(a for a in node.all_input_nodes if a is not gains[0])
+    return _match_scaled(_through_cast(scaled), gains[0])
+
+
+def _match_scaled(scaled: fx.Node, gain: fx.Node) -> _Norm | None:
+    """``wide * rsqrt(mean(wide ** 2) + epsilon)``."""
+    if scaled.target is not aten.mul.Tensor or len(scaled.all_input_nodes) != 2:
+        return None
+    roots = [a for a in scaled.all_input_nodes if a.target is aten.rsqrt.default]
+    if len(roots) != 1:
+        return None
+    wide = next(a for a in scaled.all_input_nodes if a is not roots[0])
+    inner = roots[0].args[0]
+    if not isinstance(inner, fx.Node) or inner.target is not aten.add.Tensor or not isinstance(inner.args[1], float):
+        return None
+    mean = inner.args[0]
+    if not isinstance(mean, fx.Node) or mean.target is not aten.mean.dim or tuple(mean.args[1:]) != ([-1], True):
+        return None
+    square = mean.args[0]
+    if not isinstance(square, fx.Node) or square.target is not aten.pow.Tensor_Scalar or square.args != (wide, 2):
+        return None
+    return _Norm(_through_cast(wide), gain, inner.args[1])
+
+
+def _through_cast(node: fx.Node) -> fx.Node:
+    """What a change of dtype was applied to."""
+    if node.target is aten._to_copy.default and set(node.kwargs) <= {"dtype"}:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return source
+    return node

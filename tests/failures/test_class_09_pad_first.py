@@ -1,0 +1,43 @@
+"""Class 9: padding after the metadata was built. Builders see the padded batch, with dead rows of length 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from draftfuse import CommonMetadata
+from tests.failures.small import Small, WindowBuilder, WindowMetadata, both, three_rows
+
+SEEN: list[tuple[int, list[int]]] = []
+
+
+class Watching(WindowBuilder):
+    refresh_kind = "host-planned"  # so that build runs in Python, where it can look
+
+    def build(self, common: CommonMetadata) -> WindowMetadata:
+        SEEN.append((common.num_reqs, common.seq_lens.tolist()))
+        return super().build(common)
+
+
+def test_metadata_is_built_for_the_padded_batch() -> None:
+    SEEN.clear()
+    pair = both(lambda: Small(k=3, builder=Watching()), three_rows)
+    decode = [seen for seen in SEEN if seen[0] == 4]
+    assert decode
+    assert all(lengths[3] == 0 for _, lengths in decode)
+    assert pair.fused.report.counters["padded rows"] >= 1
+
+
+def test_the_fused_loop_pads_before_it_builds() -> None:
+    shapes: list[Any] = []
+
+    class Shaped(WindowBuilder):
+        def build(self, common: CommonMetadata) -> WindowMetadata:
+            metadata = super().build(common)
+            assert metadata.start.shape[0] == common.num_reqs == common.slot_mapping.shape[0] or common.max_query_len > 1
+            return metadata
+
+    pair = both(lambda: Small(k=3, builder=Shaped()), three_rows)
+    shapes.append(pair.fused.spec.inputs.seq_lens[3:4])
+    assert torch.equal(shapes[0], torch.zeros(1, dtype=torch.int32))

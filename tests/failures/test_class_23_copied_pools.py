@@ -1,0 +1,40 @@
+"""Class 23: functionalisation clones a KV pool that is written in place. Pools are written in place; raw writes are refused."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+import draftfuse
+from draftfuse import DraftInputs
+from draftfuse.errors import UnsafeLoopError
+from draftfuse.passes import ir
+from tests.failures.small import Small, three_rows
+
+
+class Raw(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        x = super().enter(inputs)
+        self.key.view(-1, 2, 4).index_copy_(0, self.attn_groups[0].slot_mapping[: x.shape[0]], x.view(-1, 2, 4))
+        return x
+
+
+def test_a_raw_indexed_write_is_refused() -> None:
+    with pytest.raises(UnsafeLoopError, match="write_kv"):
+        draftfuse.compile(Raw(k=3), compiler="none").decode(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["none", "inductor"])
+def test_no_operator_of_the_loop_makes_a_pool(compiler: str) -> None:
+    spec = Small(k=3)
+    fused = draftfuse.compile(spec, compiler=compiler)
+    fused.propose(three_rows(spec))
+    (emission,) = fused.runners._emissions.values()
+    pool = spec.key.numel()
+    made = [n for n in emission.graph.nodes if n.op == "call_function" and ir.is_tensor(n) and not ir.is_view(n)]
+    sizes = [ir.value(n).numel() for n in made if isinstance(ir.value(n).numel(), int)]
+    assert max(sizes, default=0) < pool
+    writes = [n for n in emission.graph.nodes if n.target is __import__("torch").ops.draftfuse.write_kv.default]
+    assert len(writes) == 2
+    assert all(ir.root(n.args[2]).op == "placeholder" for n in writes)
