@@ -38,7 +38,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--k", type=int, default=7, help="speculative tokens")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--variants", nargs="+", default=["shipped", "none"], help="of shipped, none, inductor")
+    parser.add_argument(
+        "--variants", nargs="+", default=["shipped", "none"], help="of shipped, none, inductor, inductor_own_draw"
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -167,11 +169,14 @@ class Variants:
         if name == "shipped":
             yield self.spec._generate_draft
             return
-        before, self.plan.compiler = self.plan.compiler, "inductor" if name == "inductor" else "none"
+        from draftfuse.vllm import compiled
+
+        before, self.plan.compiler = self.plan.compiler, "inductor" if name.startswith("inductor") else "none"
+        self.plan.program, compiled.FUSE_DRAW = None, name != "inductor_own_draw"
         patch.reset_rows(self.spec)
         with patch.worst_case_length(self.spec), refresh_off(name == "no refresh"):
             yield partial(patch._whole_loop, self.spec, self.plan)
-        self.plan.compiler = before
+        self.plan.compiler, compiled.FUSE_DRAW = before, True
 
 
 @contextmanager

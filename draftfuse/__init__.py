@@ -8,6 +8,7 @@ from draftfuse import errors, ops
 from draftfuse.compiler import compile
 from draftfuse.errors import DraftfuseError
 from draftfuse.fused import FusedDraft
+from draftfuse.lowering.backends import register_backend
 from draftfuse.lowering.effects import register_effects
 from draftfuse.lowering.hook import post_grad_pass
 from draftfuse.speculator import (
@@ -34,5 +35,6 @@ __all__ = [
     "errors",
     "ops",
     "post_grad_pass",
+    "register_backend",
     "register_effects",
 ]

@@ -1,4 +1,4 @@
-"""Attention backends: the table, ``register_backend`` for new ones, and the builders and attention calls of each row."""
+"""Attention backends: the table, ``register_backend`` for new ones, the builders and attention calls of each row."""
 
 from __future__ import annotations
 

@@ -45,3 +45,11 @@ def demo(
     else:
         module.show(result, Console())
     raise typer.Exit(0 if result["tokens_match"] else 1)
+
+
+@app.command()
+def backends(as_json: Annotated[bool, typer.Option("--json", help="Print every field, as JSON.")] = False) -> None:
+    """List the attention backends: how each refreshes its metadata, and whether it runs here."""
+    from draftfuse.backends_cli import render_backends
+
+    typer.echo(render_backends(as_json))

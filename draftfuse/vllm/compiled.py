@@ -1,7 +1,7 @@
 """The same loop with draftfuse's compiler around vLLM's kernels: slots, draw, advance and stores become fused code.
 
 vLLM's draft forward (already compiled by vLLM), its logits and its refresh of attention metadata stay as they are and
-run as one registered operator a step. ``R`` requests (padded), ``K`` speculative tokens, ``H`` hidden, ``V`` vocabulary.
+run as one registered operator a step. ``R`` requests (padded), ``K`` speculative tokens, ``H`` hidden.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ from draftfuse.trace import trace
 from draftfuse.vllm import ops
 from draftfuse.vllm.record import build, update
 from draftfuse.vllm.versions import Release
+
+# vLLM's operators read its buffers, so slots and positions have to stand there step by step: rows of draftfuse's own
+# would be copied there once more.
+AS_STORED = ("refresh_ahead", "lower_metadata_refresh")
+# Whether the greedy draw is part of the fused code; if not, it is vLLM's own argmax inside the operator.
+FUSE_DRAW = True
 
 
 class State:
@@ -44,7 +50,7 @@ class State:
         self.slots = [alias(row) for row in tables.slot_mappings]
         self.advances = bool(spec.advance_draft_positions)
         self.max_model_len = int(spec.max_model_len)
-        self.draws = spec.draft_logits is not None
+        self.draws = spec.draft_logits is not None or not FUSE_DRAW
         self.width = int(spec.hidden_states.shape[1])
         self.hidden_like = torch.empty(1, dtype=spec.dtype, device=self.hidden_states.device)
         self.logits_like = self.hidden_like  # replaced as soon as vLLM's logits are known
@@ -102,7 +108,7 @@ def one_step(state: State, num_reqs: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def advance(state: State, num_reqs: int, tokens: Tensor, feedback: Tensor) -> None:
-    """vLLM's update of the inputs: every captured row moves, padded ones too, and positions stop at the model's length."""
+    """vLLM's update of the inputs: every captured row moves, padded ones too; positions stop at the model's length."""
     state.input_ids[:num_reqs].copy_(tokens)
     state.hidden_states[:num_reqs].copy_(feedback)
     if state.sample_positions is not None:
@@ -158,12 +164,12 @@ class CompiledLoop:
             start = time.perf_counter()
             traced = trace(loop, (self.state, rows, k), "num_reqs" if symbolic else None)
             seconds = time.perf_counter() - start
-            code, report = finish(traced, k, None if symbolic else rows, seconds, Settings())
+            code, report = finish(traced, k, None if symbolic else rows, seconds, Settings(disable=AS_STORED))
             self.emissions[key] = code
             what = "any number of" if symbolic else str(rows)
             self.note(
-                f"compiled k={k}, {what} requests: {report.unique_segments} distinct segments in "
-                f"{report.segments} places, {report.opaque_calls} operators of vLLM's, {report.compile_seconds:.1f} s"
+                f"compiled k={k}, {what} requests: {report.segments} segments ({report.unique_segments} distinct) "
+                f"around {k - 1} steps of vLLM's, {report.compile_seconds:.1f} s"
             )
         return self.emissions[key]
 
@@ -180,10 +186,8 @@ class CompiledLoop:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """vLLM's logits."""
-        if hasattr(self.spec, "compute_draft_logits"):
-            logits: Tensor = self.spec.compute_draft_logits(hidden, 0)
-            return logits
-        logits = self.spec.model.compute_logits(hidden)
+        newer = hasattr(self.spec, "compute_draft_logits")
+        logits: Tensor = self.spec.compute_draft_logits(hidden, 0) if newer else self.spec.model.compute_logits(hidden)
         return logits
 
     def sample(self, hidden: Tensor, rows: int, step: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Sparse sliding-window attention as in DeepSeek V4: every token names the slots of its window.
 
-:class:`SparseSwaBuilder` is plain PyTorch, from which draftfuse derives the refresh. :class:`RegisteredSparseSwaBuilder`
-keeps persistent buffers and refreshes them with one kernel. Both re-make the tile scheduler, which is planned by the
-first attention call of a step, and the cache of prepared indices, which ``forward`` fills: neither may outlive its step.
+:class:`SparseSwaBuilder` is plain PyTorch, and its refresh is derived; the registered one keeps persistent
+buffers and refreshes them with one kernel. Both re-make the tile scheduler, which is planned by the first attention
+call of a step, and the cache of prepared indices, which ``forward`` fills: neither may outlive its step.
 
 Shape letters: R requests (rows), T tokens, W index columns, Hq query heads, H KV heads, D head size.
 """
@@ -154,6 +154,4 @@ def attend_sparse_swa(
 ) -> Tensor:
     """Attention over each token's window: query [T, Hq, D] -> [T, Hq, D]."""
     tiles = metadata.tile_scheduler.plan(metadata.swa_lens)
-    return sparse_attention(
-        query, key_cache, value_cache, prepared_indices(metadata), metadata.swa_lens, scale, tiles
-    )
+    return sparse_attention(query, key_cache, value_cache, prepared_indices(metadata), metadata.swa_lens, scale, tiles)

@@ -46,7 +46,7 @@ def flash_attn2() -> Status:
     """FlashAttention 2 of vLLM, FlashAttention 3 without a schedule, or the own kernel."""
     if torch.cuda.is_available() and find_spec("vllm") is not None:
         return "fused", "the FlashAttention library of vllm"
-    status, reason = own_kernel()
+    reason = own_kernel()[1]
     return "reference", f"no FlashAttention 2 here: draftfuse's own kernel attends in its place ({reason})"
 
 

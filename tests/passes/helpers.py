@@ -133,3 +133,12 @@ def reads_anything(node: fx.Node) -> Collection[int] | None:
 def all_passes() -> tuple[Pass, ...]:
     """The whole pipeline, for operators without declared effects."""
     return pipeline(register=register_refresh, hidden_reads=reads_anything)
+
+
+def assert_close_eager(function: Function, graph: fx.Graph, *tensors: Tensor) -> None:
+    """``graph`` leaves in its inputs what ``function`` leaves in them, up to rounding."""
+    expected, got = copies(tensors), copies(tensors)
+    function(*expected)
+    run_graph(graph, got)
+    for want, have in zip(expected, got, strict=True):
+        torch.testing.assert_close(have, want)

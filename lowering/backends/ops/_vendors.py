@@ -1,4 +1,4 @@
-"""Finds the operators of FlashAttention libraries, and calls them by the argument names of whatever version is there."""
+"""Finds the operators of FlashAttention libraries, and calls whatever version is there by argument names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ from torch._ops import OpOverload
 from draftfuse.errors import MissingExtraError
 
 LIBRARY_VARIABLE = "FA3_LIBRARY"
-_FA3 = (("_vllm_fa3_C", "vllm", "vllm.vllm_flash_attn"), ("flash_attn_3", "flash_attn_interface", "flash_attn_interface"))
+_FA3 = (
+    ("_vllm_fa3_C", "vllm", "vllm.vllm_flash_attn"),
+    ("flash_attn_3", "flash_attn_interface", "flash_attn_interface"),
+)
 _FA2 = (("_vllm_fa2_C", "vllm", "vllm.vllm_flash_attn"),)
 
 
 def load_library(path: str) -> None:
     """Load a FlashAttention library by path; its operators appear in ``torch.ops``."""
-    torch.ops.load_library(path)
+    _load(path)
     find_namespace.cache_clear()
+
+
+def _load(path: str) -> None:
+    torch.ops.load_library(path)  # type: ignore[no-untyped-call]
 
 
 def has_op(namespace: str, name: str) -> bool:
@@ -34,7 +41,7 @@ def find_namespace(version: int) -> str | None:
     """The namespace with FlashAttention ``version`` operators, loading what is installed; None if there is none."""
     path = os.environ.get(LIBRARY_VARIABLE)
     if version == 3 and path:
-        torch.ops.load_library(path)
+        _load(path)
     name = "get_scheduler_metadata" if version == 3 else "varlen_fwd"
     candidates = _FA3 if version == 3 else _FA2
     for namespace, package, module in candidates:

@@ -246,7 +246,16 @@ def _attention_cuda(
     _check_attention(*tensors, scale, max_query_len, max_seq_len, num_splits, window)
     _, page, kv_heads, size = key_cache.shape
     config = Configuration(
-        seq_lens.shape[0], max_query_len, max_seq_len, query.shape[1], kv_heads, size, page, num_splits, window, query.dtype
+        seq_lens.shape[0],
+        max_query_len,
+        max_seq_len,
+        query.shape[1],
+        kv_heads,
+        size,
+        page,
+        num_splits,
+        window,
+        query.dtype,
     )
     if config not in _LENGTHS:
         vendor_plan(config, torch.zeros_like(seq_lens), query_start_loc)

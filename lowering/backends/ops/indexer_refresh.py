@@ -63,7 +63,7 @@ def reference(
 ) -> Fields:
     """What (slots, request_ids, lens, schedule) hold afterwards.
 
-    The token that completes ``ratio`` tokens writes one compressed entry, at ``slot // ratio``; pages hold whole groups.
+    The token that completes ``ratio`` tokens writes one compressed entry, at ``slot // ratio``; pages hold whole ones.
     """
     completes = (slot_mapping >= 0) & ((positions + 1) % ratio == 0)
     slots = torch.where(completes, slot_mapping // ratio, -1)

@@ -117,7 +117,8 @@ def _cuda(
 
 define(
     "swa_refresh(Tensor slot_mapping, Tensor seq_lens, Tensor query_start_loc, Tensor block_table, "
-    "Tensor(a!) is_valid, Tensor(b!) token_to_req, Tensor(c!) lens, Tensor(d!) indices, int window, int page_size) -> ()"
+    "Tensor(a!) is_valid, Tensor(b!) token_to_req, Tensor(c!) lens, Tensor(d!) indices, "
+    "int window, int page_size) -> ()"
 )
 implement(_OP, _cpu, "CPU")
 implement(_OP, _cuda, "CUDA")

@@ -57,7 +57,9 @@ class Layer:
 class Toy(Speculator):
     """Residual attention layers over an embedding, greedy sampling."""
 
-    def __init__(self, layers: Sequence[Layer], *, advance: bool = True, k: int = STEPS, max_len: int = MAX_LEN) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], *, advance: bool = True, k: int = STEPS, max_len: int = MAX_LEN
+    ) -> None:
         generator = torch.Generator().manual_seed(7)
 
         def new(*shape: int) -> Tensor:
@@ -73,7 +75,9 @@ class Toy(Speculator):
             blocks = -(-max_len // layer.page_size)
             table = torch.randperm(MAX_REQS * blocks, generator=generator).view(MAX_REQS, blocks)
             slots = torch.full((self.inputs.positions.shape[0],), -1, dtype=torch.int64)
-            group = AttentionGroup(layer.builder, add_row(table.to(torch.int32)), slots, layer.page_size, (f"layer{i}",))
+            group = AttentionGroup(
+                layer.builder, add_row(table.to(torch.int32)), slots, layer.page_size, (f"layer{i}",)
+            )
             self.attn_groups.append(group)
             wide = {"q": HEADS * SIZE, "k": KV_HEADS * SIZE, "v": KV_HEADS * SIZE}
             layer.weights = {n: new(HIDDEN, w) for n, w in wide.items()} | {"o": new(HEADS * SIZE, HIDDEN)}

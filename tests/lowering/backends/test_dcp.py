@@ -102,7 +102,7 @@ def test_changed_rank_breaks_its_guard() -> None:
     load(ranks, LENS, 6)
     fused.decode(len(LENS))
     assert fused.report.counters["broken guards"] == 1
-    assert "dcp_rank: captured 0, now 1" in fused.report.fallbacks[0].reason
+    assert "rank: traced with 0, now 1" in fused.report.fallbacks[0].reason
 
 
 def test_backend_that_cannot_runs_split() -> None:

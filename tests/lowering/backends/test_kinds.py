@@ -18,7 +18,17 @@ from draftfuse.passes import ir
 from draftfuse.speculator import CommonMetadata, Guard
 from draftfuse.trace import trace
 from tests.lowering.backends.rows import ROWS, make, planned_layer, static_layer
-from tests.lowering.backends.support import LENS, STEPS, Fused, Layer, Toy, differences, load, paged_layer, record_rebuild
+from tests.lowering.backends.support import (
+    LENS,
+    STEPS,
+    Fused,
+    Layer,
+    Toy,
+    differences,
+    load,
+    paged_layer,
+    record_rebuild,
+)
 
 
 def shipped_graph(spec: Any) -> fx.Graph:

@@ -1,4 +1,4 @@
-"""Sparse sliding windows: the numbers of a known case, both layouts against each other, and state that must not last."""
+"""Sparse sliding windows: the numbers of a known case, both layouts, and state that must not outlive its step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from draftfuse import backends as b
-from draftfuse.lowering.backends.sparse_swa import TileScheduler
 from draftfuse.loop import common_metadata, update_slot_mapping
+from draftfuse.lowering.backends.sparse_swa import TileScheduler
 from draftfuse.ops import paged_attention
 from draftfuse.speculator import AttentionGroup, CommonMetadata
 from tests.lowering.backends.rows import TOKENS, WINDOW, make

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from draftfuse.lowering.ops import _paged_attention_triton, _write_kv_triton
+from draftfuse.lowering.ops import _load_rows_triton, _paged_attention_triton, _small_linear_triton, _write_kv_triton
 from draftfuse.lowering.ops._paged_attention_plan import STAGES
 
 
@@ -46,7 +46,25 @@ def attention(head_size: int, dtype: str, ragged: bool, window: int) -> None:
         assert ptx.count("cp.async.cg.shared.global") >= 32, "K and V tiles are not copied 16 bytes at a time"
 
 
+def small_linear(swiglu: bool) -> None:
+    types = dict.fromkeys(("x", "weight", "gain", "residual", "out"), "*bf16") | {"epsilon": "fp32"}
+    constants = {"N": 4096, "K": 4096, "M": 1, "NORM": True, "SWIGLU": swiglu, "RESIDUAL": True, "PDL": True}
+    ptx = compile_kernel(_small_linear_triton._small_linear, types, constants | {"BLOCK_N": 4, "BLOCK_K": 1024})
+    assert "griddepcontrol.wait" in ptx
+    assert "ld.global.v4.b32" in ptx, "weights are not loaded 16 bytes at a time"
+
+
+def load_rows() -> None:
+    types = dict.fromkeys(_load_rows_triton._load_rows.arg_names[:17], "*i64")
+    types |= dict.fromkeys(("out_ids", "out_seq_lens", "out_starts", "seq_lens", "starts"), "*i32")
+    types |= dict.fromkeys(("out_temperature", "temperature"), "*fp32")
+    compile_kernel(_load_rows_triton._load_rows, types, {"BLOCK": _load_rows_triton.BLOCK})
+
+
 def main() -> None:
+    small_linear(False)
+    small_linear(True)
+    load_rows()
     attention(128, "bf16", False, 0)
     attention(128, "bf16", True, 512)
     attention(64, "fp32", False, 0)

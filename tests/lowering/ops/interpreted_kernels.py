@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftfuse.lowering.ops import _paged_attention_triton, _write_kv_triton
+from draftfuse.lowering.ops import _load_rows_triton, _paged_attention_triton, _small_linear_triton, _write_kv_triton
+from draftfuse.lowering.ops.load_rows import READ, WRITTEN
+from draftfuse.lowering.ops.load_rows import reference as load_reference
 from draftfuse.lowering.ops.paged_attention import reference as attention_reference
+from draftfuse.lowering.ops.small_linear import reference as linear_reference
 from draftfuse.lowering.ops.write_kv import reference as write_reference
 
 SCALE = 0.3
@@ -102,3 +105,43 @@ def test_write_kv_without_tokens() -> None:
     empty, cache = torch.zeros(0, 2, 4), torch.zeros(2, 2, 2, 4)
     _write_kv_triton.launch(empty, empty, cache, cache.clone(), torch.zeros(0, dtype=torch.int64))
     assert int(cache.count_nonzero()) == 0
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("with_gain", [False, True])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 32), (3, 520, 40), (4, 1024, 16), (2, 2048, 10)])
+def test_small_linear(
+    rows: int, inputs: int, outputs: int, with_gain: bool, swiglu: bool, with_residual: bool
+) -> None:
+    x = torch.randn(rows, 2, inputs)[:, 1]
+    weight, gain = torch.randn(outputs, inputs) * inputs**-0.5, torch.rand(inputs) if with_gain else None
+    residual = torch.randn(rows, outputs // 2 if swiglu else outputs) if with_residual else None
+    out = _small_linear_triton.launch(x, weight, gain, 1e-5, swiglu, residual)
+    expected = linear_reference(x, weight, gain, 1e-5, swiglu, residual)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "capacity", "length"), [(3, 3, 0), (2, 4, 3), (0, 4, 3), (4, 4, 300)])
+def test_load_rows(rows: int, capacity: int, length: int) -> None:
+    lengths = torch.full((rows,), length) if length else torch.tensor([1, 5, 2])
+    tokens, query_len = int(lengths.sum()), length or 1
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
+    read = {n: torch.randint(1, 99, (max(tokens, rows),)) for n in READ} | {"query_start_loc": starts}
+    read |= {"seq_lens": torch.arange(rows).int(), "temperature": torch.rand(rows)}
+    read |= {"num_rejected": torch.arange(rows) % lengths.clamp(min=1)}
+    kinds = {"input_ids": torch.int32, "seq_lens": torch.int32, "query_start_loc": torch.int32}
+    room = capacity * query_len + 20
+    buffers = [torch.full((room,), 77, dtype=kinds.get(n, torch.int64)) for n in WRITTEN]
+    buffers[WRITTEN.index("temperature")] = torch.full((room,), 7.5)
+    expected = [b.clone() for b in buffers]
+    sources = [read[n] for n in READ] if rows else []
+    load_reference(expected, sources, rows, tokens, capacity, query_len)
+    _load_rows_triton.launch(buffers, sources, rows, capacity, query_len)
+    for name, want, got in zip(WRITTEN, expected, buffers, strict=True):
+        if name == "input_ids" and rows:  # behind the last accepted token of a row stands rubbish in both
+            starts_of, last = starts[:-1].tolist(), (starts[1:] - 1 - read["num_rejected"]).tolist()
+            for begin, end in zip(starts_of, last, strict=True):
+                assert torch.equal(want[begin : end + 1], got[begin : end + 1])
+            want, got = want[tokens:], got[tokens:]
+        assert torch.equal(want, got), name

@@ -47,7 +47,9 @@ def sparse(
     lists = torch.stack([torch.randperm(120)[:100] for _ in range(4)])
     lists[:, 3] = -1
     if ragged:
-        indices = torch.cat([row[:n] for row, n in zip(lists, counts.tolist(), strict=True)] + [lists.new_full((28,), -1)])
+        indices = torch.cat(
+            [row[:n] for row, n in zip(lists, counts.tolist(), strict=True)] + [lists.new_full((28,), -1)]
+        )
         lens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     else:
         indices, lens = lists, counts

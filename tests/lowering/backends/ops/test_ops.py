@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -42,9 +43,7 @@ def test_mla_is_attention_over_uncompressed_heads() -> None:
     up_key, up_value = torch.randn(heads, size, latent), torch.randn(heads, size, latent)
     q, q_rope = torch.randn(rows, heads, size), torch.randn(rows, heads, rope)
     absorbed = torch.einsum("rhd,hdc->rhc", q, up_key)
-    out = torch.einsum(
-        "rhc,hdc->rhd", mla_attention.mla_attention(absorbed, q_rope, cache, table, lens, 0.2), up_value
-    )
+    out = torch.einsum("rhc,hdc->rhd", mla_attention.mla_attention(absorbed, q_rope, cache, table, lens, 0.2), up_value)
     for row, length in enumerate(lens.tolist()):
         tokens = cache[table[row].long()].flatten(0, 1)[:length]
         keys = torch.einsum("lc,hdc->hld", tokens[:, :latent], up_key)
@@ -75,7 +74,7 @@ def test_schedule_covers_each_unit_once(lens: list[int], processors: int) -> Non
     schedule = index_logits.plan_schedule(torch.tensor(lens, dtype=torch.int32), processors).tolist()
     units = [(row, unit) for row, n in enumerate(lens) for unit in range(-(-n // index_logits.SPLIT))]
     found = []
-    for begin, end in zip(schedule, schedule[1:], strict=False):
+    for begin, end in pairwise(schedule):
         found += [u for u in units if tuple(begin) <= u < tuple(end)]
     assert found == units
 
@@ -135,7 +134,9 @@ def test_fa3_on_cuda_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_vendor_call_goes_by_name() -> None:
     """What an older or newer version of the library does not know is left out, what it asks more is neutral."""
     library = torch.library.Library("draftfuse_test_vendor", "DEF")
-    library.define("fwd(Tensor q, Tensor? k_new, int window_size_left, int sm_margin, bool? pack_gqa, int cp_rank=5) -> Tensor")
+    library.define(
+        "fwd(Tensor q, Tensor? k_new, int window_size_left, int sm_margin, bool? pack_gqa, int cp_rank=5) -> Tensor"
+    )
     seen: list[Any] = []
 
     def run(*args: Any) -> Tensor:

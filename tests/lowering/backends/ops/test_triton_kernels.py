@@ -19,7 +19,16 @@ pytestmark = [
 
 def test_interpreted() -> None:
     root = HERE.parents[3]
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(root), str(HERE / "interpreted_kernels.py")]
+    command = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(root),
+        str(HERE / "interpreted_kernels.py"),
+    ]
     names = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1", "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, *command], env=names, cwd=root, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr

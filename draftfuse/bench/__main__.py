@@ -1,0 +1,16 @@
+"""``python -m draftfuse.bench``: the command, or, with one JSON argument, a child process of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import typer
+
+from draftfuse.bench.command import bench, work
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        work(json.loads(sys.argv[1]))
+    else:
+        typer.run(bench)

@@ -1,0 +1,155 @@
+"""``draftfuse bench``: measure every mode of every cell side by side, print the table, keep the numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from draftfuse.bench.attention import BACKENDS
+from draftfuse.bench.cells import SPECULATORS, Cell, all_cells, select, speculator_for
+from draftfuse.bench.compile_time import measure_compile
+from draftfuse.bench.measure import REPEATS, copy_bandwidth
+from draftfuse.bench.modes import DEFAULT_MODES, MODES, Workbench
+from draftfuse.bench.results import Results, device_slug
+from draftfuse.bench.runner import measure_cells
+from draftfuse.bench.table import load_cells, readme_table, terminal_table, tiny_table
+from draftfuse.bench.tiny import measure_tiny
+from draftfuse.validate import check_option
+
+TINY_KS = (2, 3, 4, 5, 6, 7, 8)
+
+
+def say(text: str) -> None:
+    """Progress, beside the output."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def bench(
+    device: Annotated[str, typer.Option(help="cuda or cpu; what is there by default")] = "",
+    cells: Annotated[list[str] | None, typer.Option(help="eagle-a, 'eagle-*/r1/k8/*', ...; repeat for more")] = None,
+    modes: Annotated[str, typer.Option(help="comma-separated")] = ",".join(DEFAULT_MODES),
+    attention: Annotated[str, typer.Option(help=" or ".join(BACKENDS))] = "triton",
+    repeats: Annotated[int, typer.Option(help="timed runs of each mode in each cell")] = REPEATS,
+    out: Annotated[Path | None, typer.Option(help="folder for the result files, one a speculator")] = None,
+    compile_time: Annotated[
+        bool, typer.Option("--compile", help="measure compile time, cold and warm, instead")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+    render: Annotated[list[Path] | None, typer.Option(help="print the README table of result files instead")] = None,
+) -> None:
+    """Measure draft loops: eager, split, one graph, fused by hand, compiled whole, draftfuse.
+
+    On the CPU and without --cells: the packaged model, compiled against eager, at k = 2..8.
+    """
+    if render:
+        print(readme_table(*load_cells(render)))
+        return
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    wanted = modes.split(",")
+    for name in wanted:
+        check_option("mode", name, list(MODES))
+    check_option("attention", attention, list(BACKENDS))
+    if target.type == "cpu" and not cells and not compile_time:
+        measured = run_tiny(out)
+        print(json.dumps(measured, indent=1)) if as_json else Console().print(tiny_table(measured["tiny"]))
+        return
+    chosen = select(all_cells(target), cells or [])
+    names = [name for name in SPECULATORS if any(c.speculator == name for c in chosen)]
+    folder = out or Path(tempfile.mkdtemp(prefix="draftfuse-bench-"))
+    paths = [folder / f"{'compile' if compile_time else 'bench'}-{name}-{device_slug(target)}.json" for name in names]
+    if compile_time:
+        for name, path in zip(names, paths, strict=True):
+            run_compile(name, path, target, attention)
+        print(json.dumps([json.loads(path.read_text())["compile"] for path in paths], indent=1))
+        return
+    for name, path in zip(names, paths, strict=True):
+        mine = [c for c in chosen if c.speculator == name]
+        run_apart(mine, path, target, wanted, attention, repeats)
+    show([path for path in paths if path.is_file()], as_json)
+
+
+def show(paths: Sequence[Path], as_json: bool) -> None:
+    """Print what result files hold."""
+    found, environments = load_cells(paths)
+    if as_json:
+        print(json.dumps({"environments": environments, "cells": found}, indent=1))
+    else:
+        Console(width=None if sys.stdout.isatty() else 200).print(terminal_table(found))
+    say(f"results: {', '.join(map(str, paths))}")
+
+
+def run_tiny(out: Path | None) -> dict[str, Any]:
+    """The packaged model on the CPU."""
+    device = torch.device("cpu")
+    results = Results(None if out is None else out / "bench-tiny-cpu.json", device, {"requests": 1})
+    results.put("tiny", measure_tiny(TINY_KS, 1, say))
+    return results.data
+
+
+def run_cells(
+    cells: Sequence[Cell], path: Path, device: torch.device, modes: Sequence[str], attention: str, repeats: int
+) -> None:
+    """All ``cells`` of one speculator, in this process; the file is complete after each."""
+    settings = {"modes": list(modes), "attention": attention, "repeats": repeats, "page_size": 16}
+    results = Results(path, device, settings | {"speculator": SPECULATORS[cells[0].speculator].words})
+    bandwidth = copy_bandwidth(device)
+    results.put("copy_bandwidth", bandwidth)
+    spec = speculator_for(cells, device, attention)
+    workbench = Workbench(spec, sorted({c.requests for c in cells}))
+    for record in measure_cells(workbench, cells, modes, bandwidth, say, repeats):
+        results.append("cells", record)
+        times = {n: round(m["gpu_ms"], 3) for n, m in record["modes"].items() if "gpu_ms" in m}
+        say(f"{record['cell']}: floor {record['floor_ms']:.3f} ms, {times}")
+
+
+def child(arguments: dict[str, Any], cache: str) -> int:
+    """Run this module's :func:`work` in another process, with compiler caches in ``cache``."""
+    caches = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
+    command = [sys.executable, "-m", "draftfuse.bench", json.dumps(arguments)]
+    return subprocess.run(command, env=os.environ | caches, check=False).returncode
+
+
+def run_apart(
+    cells: Sequence[Cell], path: Path, device: torch.device, modes: Sequence[str], attention: str, repeats: int
+) -> None:
+    """:func:`run_cells` in a process of its own, with empty compiler caches; it may fail without harm to others."""
+    arguments = {"cells": [vars(c) for c in cells], "modes": list(modes), "repeats": repeats}
+    with tempfile.TemporaryDirectory(prefix="draftfuse-cold-") as cache:
+        code = child(arguments | {"path": str(path), "device": str(device), "attention": attention}, cache)
+    if code:
+        say(f"{cells[0].speculator}: the process ended with {code}")
+
+
+def run_compile(name: str, path: Path, device: torch.device, attention: str) -> None:
+    """Compile time of one speculator, cold, then warm."""
+    with tempfile.TemporaryDirectory(prefix="draftfuse-cold-") as cache:
+        for stage in ("cold", "warm"):
+            child(
+                {"compile": name, "stage": stage, "path": str(path), "device": str(device), "attention": attention},
+                cache,
+            )
+
+
+def work(arguments: dict[str, Any]) -> None:
+    """What a child process does."""
+    device, path = torch.device(arguments["device"]), Path(arguments["path"])
+    if "compile" in arguments:
+        found = measure_compile(arguments["compile"], device, arguments["attention"])
+        results = Results(path, device, {"attention": arguments["attention"]})
+        before = json.loads(path.read_text()).get("compile", {}) if path.is_file() else {}
+        results.put("compile", before | {arguments["stage"]: found})
+        say(f"{arguments['compile']} {arguments['stage']}: {found['total_s']:.1f} s")
+        return
+    cells = [Cell(**c) for c in arguments["cells"]]
+    run_cells(cells, path, device, arguments["modes"], arguments["attention"], arguments["repeats"])

@@ -1,0 +1,102 @@
+"""An attention backend of your own: one builder in plain PyTorch, no refresh to write.
+
+    python examples/custom_backend.py
+
+Attention sinks: each token attends the first four positions of its sequence and a sliding window. Which slots those are
+changes at every draft step; draftfuse derives the operator that refreshes them from ``build``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import draftfuse
+from draftfuse.backends import register_backend, sparse_attention
+
+SINKS, WINDOW, HIDDEN, HEAD, PAGE, ROWS, K = 4, 8, 64, 16, 16, 3, 5
+
+
+@dataclass
+class SinkMetadata:
+    """Slots of the sinks and of the window, -1 where there is none."""
+
+    slots: Tensor  # i32[R, SINKS + WINDOW]
+    lens: Tensor  # i32[R]
+    slot_mapping: Tensor
+
+
+class SinkBuilder:
+    """The whole backend: what attention reads, from what the loop holds."""
+
+    def build(self, common: draftfuse.CommonMetadata) -> SinkMetadata:
+        """Positions of both parts, through the block table."""
+        length = common.seq_lens.to(torch.int64).unsqueeze(1)
+        sinks = torch.arange(SINKS, device=length.device).expand(length.shape[0], SINKS)
+        window = (length - WINDOW).clamp(min=SINKS) + torch.arange(WINDOW, device=length.device)
+        at = torch.cat([sinks, window], dim=1)
+        column = (at // common.page_size).clamp(max=common.block_table.shape[1] - 1)
+        slots = common.block_table.gather(1, column) * common.page_size + at % common.page_size
+        full = torch.full_like(common.seq_lens, SINKS + WINDOW)
+        return SinkMetadata(torch.where(at < length, slots, -1).to(torch.int32), full, common.slot_mapping)
+
+
+register_backend("attention_sinks", builder=SinkBuilder, refreshes=("slots",), kernel="draftfuse::sparse_attention")
+
+
+class Drafter(draftfuse.Speculator):
+    """One attention layer with random weights."""
+
+    def __init__(self, device: str) -> None:
+        self.num_speculative_tokens, self.max_num_reqs, self.max_model_len = K, ROWS, 128
+        self.inputs = draftfuse.DraftInputs.allocate(ROWS, K, HIDDEN, device=device)
+        pages = self.max_model_len // PAGE
+        table = torch.arange(ROWS * pages, dtype=torch.int32, device=device).view(ROWS, pages)
+        slots = torch.full((self.inputs.positions.shape[0],), -1, dtype=torch.int64, device=device)
+        self.attn_groups = [draftfuse.AttentionGroup(SinkBuilder(), table, slots, PAGE, ("attention",))]
+        self.cache = torch.randn(2, ROWS * pages, PAGE, 1, HEAD, device=device)
+        self.qkv = torch.randn(HIDDEN, 3 * HEAD, device=device) * HIDDEN**-0.5
+        self.out = torch.randn(HEAD, HIDDEN, device=device) * HEAD**-0.5
+        self.embedding = torch.randn(100, HIDDEN, device=device)
+
+    def forward(self, inputs: draftfuse.DraftInputs, metadata: object) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Write the key and value, attend sinks and window."""
+        mine: SinkMetadata = metadata["attention"]  # type: ignore[index]
+        x = inputs.hidden_states + self.embedding[inputs.input_ids]
+        q, k, v = ((x @ self.qkv)[:, i * HEAD : (i + 1) * HEAD].unsqueeze(1) for i in range(3))
+        draftfuse.ops.write_kv(k, v, self.cache[0], self.cache[1], mine.slot_mapping)
+        y = sparse_attention(q, self.cache[0], self.cache[1], mine.slots, mine.lens, HEAD**-0.5)
+        x = x + y.squeeze(1) @ self.out
+        return x, x * 0.5
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        """Greedy."""
+        return (hidden @ self.embedding.T).argmax(-1)
+
+
+def draft(mode: str, device: str) -> tuple[list[list[int]], draftfuse.FusedDraft]:
+    """Draft after 20, 15 and 3 tokens of context."""
+    torch.manual_seed(0)
+    spec = Drafter(device)
+    fused = draftfuse.compile(spec, mode=mode, compiler="none")
+    spec.inputs.seq_lens[:ROWS] = torch.tensor([20, 15, 3], dtype=torch.int32)
+    spec.inputs.positions[:ROWS] = spec.inputs.seq_lens[:ROWS] - 1
+    spec.inputs.query_start_loc.copy_(torch.arange(ROWS + 2))
+    fused.decode(ROWS)
+    return spec.inputs.draft_tokens[:ROWS].tolist(), fused
+
+
+def main() -> None:
+    """Fused drafts are those of the loop that rebuilds its metadata at every step."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokens, fused = draft("fused", device)
+    rebuilt, _ = draft("eager", device)
+    print(fused.explain())
+    print("drafts", tokens)
+    print("equal to rebuilding at every step:", tokens == rebuilt)
+
+
+if __name__ == "__main__":
+    main()
