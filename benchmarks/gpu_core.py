@@ -8,6 +8,7 @@ Sections (``--only`` picks some), in the order in which they run:
 ``equal``   drafts, inputs and KV after ``compiler="none"`` are those of the eager loop, bit for bit, at every capacity
 ``speed``   draftfuse against the whole loop compiled and the hand-fused graph, widths A and B, 1 and 64 requests
 ``ladder``  capture of eight capacities, memory of their pool against its largest graph
+``memory``  compile and run with KV pools of half the device's memory
 
 A section that fails leaves its error in the file, and the next one runs. ``--device cpu`` tries the script itself.
 """
@@ -28,13 +29,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draftfuse
 from draftfuse import loop
 from draftfuse.bench.cells import Cell, speculator_for
+from draftfuse.bench.compile_time import stages
 from draftfuse.bench.measure import copy_bandwidth
+from draftfuse.bench.memory import measure_kv_copies
 from draftfuse.bench.modes import Workbench
 from draftfuse.bench.results import Results
 from draftfuse.bench.runner import failure, measure_cells
 from draftfuse.bench.span import Span
 from draftfuse.bench.speculators import BenchSpeculator
 from draftfuse.bench.workload import fill_decode
+from draftfuse.graphs import pool_bytes
 from draftfuse.state import Saved, pad, persistent_tensors
 
 Record = dict[str, Any]
@@ -145,29 +149,28 @@ def span(plan: Plan) -> None:
     plan.results.save()
 
 
-def pool_bytes(pool: Any) -> int:
-    """Bytes of device memory that a graph pool holds."""
-    snapshot = torch.cuda.memory_snapshot(pool, include_traces=False)  # type: ignore[no-untyped-call]
-    return sum(segment["total_size"] for segment in snapshot)
-
-
 def ladder(plan: Plan) -> None:
-    """Capture of eight capacities, and what their graphs hold."""
+    """Capture of eight capacities (decode and propose each), and what their graphs hold."""
     spec = plan.speculator([Cell("eagle-a", plan.ladder[-1], 8, plan.context)])
     for name, wanted in (("ladder", plan.ladder), ("largest alone", plan.ladder[-1:])):
         pool = torch.cuda.graph_pool_handle() if plan.device.type == "cuda" else None
         fused = draftfuse.compile(spec, request_capacities=wanted, pool=pool)
         start = time.perf_counter()
         fused.capture(progress=False)
-        total = time.perf_counter() - start
-        builds = fused.report.builds
-        traced, compiled = sum(b.trace_seconds for b in builds), sum(b.compile_seconds for b in builds)
-        record: Record = {"what": name, "total_s": total, "trace_s": traced, "compile_s": compiled}
-        record |= {"capture_s": total - traced - compiled, "builds": len(builds), "memory": fused.memory()}
+        record: Record = {"what": name} | stages(fused, time.perf_counter() - start)
         record["pool_bytes"] = pool_bytes(pool) if pool is not None else 0
-        plan.results.append("ladder", record)
-        say(f"ladder: { {n: v for n, v in record.items() if n != 'memory'} }")
+        say(f"ladder: {record}")
+        plan.results.append("ladder", record | {"memory": fused.memory()})
         fused.close()
+
+
+def memory(plan: Plan) -> None:
+    """A KV pool of half the device: nothing may copy it."""
+    full = plan.device.type == "cuda"
+    half = torch.cuda.get_device_properties(plan.device).total_memory // 2 if full else 1 << 24
+    spec = plan.speculator([Cell("eagle-b", 4, 4, plan.context)])
+    plan.results.put("memory", measure_kv_copies(spec, half, 4, 4, plan.context))
+    say(f"memory: {plan.results.data['memory']}")
 
 
 def summary(data: Record) -> list[str]:
@@ -179,19 +182,10 @@ def summary(data: Record) -> list[str]:
     for cell in data.get("speed", []):
         lines.append(f"{cell['cell']}: floor {cell['floor_ms']:.3f} ms")
         for name, m in cell["modes"].items():
-            keys = (
-                "gpu_ms",
-                "cpu_us",
-                "to_floor",
-                "hand_over",
-                "launches",
-                "kernels",
-                "busy_ms",
-                "agreement",
-                "build_s",
-            )
+            keys = ("gpu_ms", "cpu_us", "to_floor", "hand_over", "launches", "kernels", "busy_ms", "agreement")
             cells = [f"{key} {m[key]:.4g}" for key in keys if key in m]
             lines.append(f"  {name:10} {m.get('error') or '  '.join(cells)}")
+    lines += [f"memory: {data['memory']}"] if "memory" in data else []
     lines += [f"span {r}" for r in data.get("span", [])]
     sizes = {r["what"]: r for r in data.get("ladder", [])}
     if len(sizes) == 2 and sizes["largest alone"]["pool_bytes"]:
@@ -200,7 +194,7 @@ def summary(data: Record) -> list[str]:
     return lines + [f"FAILED {name}: {error['error']}" for name, error in data.get("errors", {}).items()]
 
 
-SECTIONS = {"span": span, "equal": equal, "speed": speed, "ladder": ladder}
+SECTIONS = {"span": span, "equal": equal, "speed": speed, "ladder": ladder, "memory": memory}
 
 
 def main() -> None:

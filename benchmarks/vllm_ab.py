@@ -31,6 +31,7 @@ os.environ.update(
     VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
 )
 
+VARIANTS = "of shipped, none, inductor, and inductor_own_draw (vLLM's own argmax)"
 SPANS = {"multi_step": "_multi_step_decode", "propose": "propose"}
 
 
@@ -41,12 +42,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--variants", nargs="+", default=["shipped", "none"], help="of shipped, none, inductor, inductor_own_draw"
     )
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--plain", action="store_true", help="no plug-in at all, in a process of its own")
+    parser.add_argument("--serve", type=int, default=0, help="requests of a mixed load, prefix caching on")
     parser.add_argument("--attention", help="attention backend, vLLM's choice by default")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -94,7 +96,7 @@ def make_engine(root: Path, args: argparse.Namespace) -> Any:
         max_num_seqs=max(args.requests),
         max_num_batched_tokens=2048,
         gpu_memory_utilization=0.5,
-        enable_prefix_caching=False,
+        enable_prefix_caching=args.serve > 0,
         disable_log_stats=True,
         seed=0,
         speculative_config=speculative,
@@ -111,15 +113,17 @@ def runner_of(llm: Any) -> Any:
 
 
 def vary_weights(runner: Any) -> None:
+    """Weights of a size at which drafts vary; the draft's attention is sharp, so stale metadata shows in its tokens."""
     import torch
 
     generator = torch.Generator(device="cuda").manual_seed(0)
     with torch.inference_mode():
-        for model in (runner.model, runner.speculator.model):
-            for parameter in (p for p in model.parameters() if p.is_floating_point()):
-                if parameter.dim() >= 2:
-                    parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
-                else:
+        for model, sharp in ((runner.model, 1.0), (runner.speculator.model, 4.0)):
+            for name, parameter in model.named_parameters():
+                if parameter.is_floating_point() and parameter.dim() >= 2:
+                    size = sharp if "qkv_proj" in name or "o_proj" in name else 1.0
+                    parameter.normal_(0, size * parameter.shape[-1] ** -0.5, generator=generator)
+                elif parameter.is_floating_point():
                     parameter.fill_(1)
 
 
@@ -311,6 +315,32 @@ def measure(llm: Any, watch: Watch, variants: Any, names: list[str], args: argpa
     return results
 
 
+def serve(llm: Any, variants: Any, names: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """A mixed load through each variant: lengths from 8 tokens to the model's limit, shared prefixes, late finishes."""
+    from vllm import SamplingParams
+
+    lengths = [8 + (37 * i) % 900 if i % 10 else 2030 for i in range(args.serve)]
+    prompts = [
+        {"prompt_token_ids": [(11 * (i % 7) + 13 * j) % 31000 + 5 for j in range(n)]} for i, n in enumerate(lengths)
+    ]
+    settings = [
+        SamplingParams(
+            max_tokens=8 + (29 * i) % 90, temperature=args.temperature, seed=i, ignore_eos=True, detokenize=False
+        )
+        for i in range(args.serve)
+    ]
+    results: dict[str, Any] = {}
+    for name in names:
+        select(variants, name)
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        outputs = [list(r.outputs[0].token_ids) for r in llm.generate(prompts, settings, use_tqdm=False)]
+        seconds = time.perf_counter() - start
+        results[name] = {"outputs": sha(outputs), "tokens": sum(map(len, outputs)), "seconds": round(seconds, 2)}
+    print(json.dumps({"serve": results}), flush=True)
+    return results
+
+
 def select(variants: Any, name: str) -> None:
     if variants is not None:
         variants.use(name)
@@ -385,6 +415,8 @@ def main() -> None:
     watch = Watch(llm, runner.speculator)
     ready = time.time() - started
     results = measure(llm, watch, variants, names, args)
+    if args.serve:
+        results["serve"] = serve(llm, variants, names, args)
     told = "" if args.plain else variants.plan.explain()
     settings = {key: str(value) for key, value in vars(args).items()}
     seconds = {"ready": round(ready), "all": round(time.time() - started)}

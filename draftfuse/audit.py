@@ -1,4 +1,4 @@
-"""Run the fused loop beside the eager one that rebuilds everything at every step, and name the first value that differs.
+"""Run the fused loop beside the eager one that rebuilds everything, and name the first value that differs.
 
 Values inside the loop come from a tapped build of the same IR, fed with the tokens that the eager loop drew, so that a
 near-tie of two logits does not read as a divergence. The shipped code is compared by what it leaves behind. Padded
@@ -14,21 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftfuse import loop, passes, poison, python_state, validate
+from draftfuse import loop, poison, python_state, validate
 from draftfuse.audit_report import AuditReport, Divergence
-from draftfuse.build import passes_for
 from draftfuse.compare import Rows, differences
 from draftfuse.dispatch import DECODE, Descriptor
-from draftfuse.errors import SourceLine, UnsafeLoopError, UnstableMetadataError, UntraceableLoopError
+from draftfuse.errors import UnsafeLoopError, UnstableMetadataError, UntraceableLoopError
 from draftfuse.journal import Journal
-from draftfuse.lowering.emit import emit
-from draftfuse.lowering.workspace import Workspace
-from draftfuse.passes import ir
 from draftfuse.speculator import DraftBatch
 from draftfuse.state import Saved, pad, persistent_tensors
-from draftfuse.trace import Trace, trace
-
-Values = dict[tuple[str, int], Tensor]
+from draftfuse.tapped import Recording, Tapped, Values
 
 
 def audit(fused: Any, batch: DraftBatch, k: int | None = None) -> AuditReport:
@@ -63,16 +57,6 @@ def rebuild_loop(spec: Any, rows: int, k: int, tap: loop.Tap) -> None:
         metadata = loop.build_metadata(spec, inputs, step, {}, tap)
         tokens.append(loop.run_step(spec, inputs, metadata, step, step == k - 1, tap))
     loop.store_tokens(inputs, tokens, k)
-
-
-class Recording:
-    """A tap that keeps a copy of every value, in the order of the loop."""
-
-    def __init__(self) -> None:
-        self.values: Values = {}
-
-    def __call__(self, name: str, step: int, value: Tensor) -> None:
-        self.values[name, step] = value.detach().clone()
 
 
 class _Audit:
@@ -142,7 +126,9 @@ class _Audit:
     def final(self, journal: Journal) -> dict[str, Tensor]:
         """What a run leaves: persistent tensors that it wrote, and the KV slots."""
         reachable = python_state.of_speculator(self.spec, wide=False).tensors
-        written = {key for key in journal.written if key not in {c.untyped_storage().data_ptr() for c, _, _ in journal.slots}}
+        written = {
+            key for key in journal.written if key not in {c.untyped_storage().data_ptr() for c, _, _ in journal.slots}
+        }
         found = {p: t.clone() for p, t in reachable.items() if t.untyped_storage().data_ptr() in written}
         for index, (cache, slots, _) in enumerate(journal.slots):
             page = cache.shape[1]
@@ -166,8 +152,10 @@ class _Audit:
         self, number: int, expected: dict[str, Tensor], got: dict[str, Tensor], rows: Rows, rounding: bool
     ) -> None:
         """What the shipped code left. Rows whose tokens part after rounding are left out from there on."""
-        tokens = f"spec.inputs.{'draft_tokens'}"
-        parted = rounding and not rows.exact and not torch.equal(expected[tokens][: rows.live], got[tokens][: rows.live])
+        tokens = "spec.inputs.draft_tokens"
+        parted = (
+            rounding and not rows.exact and not torch.equal(expected[tokens][: rows.live], got[tokens][: rows.live])
+        )
         if parted:
             self.report.notes.append("tokens of the shipped code part from eager after rounding (a near-tie)")
             return
@@ -178,64 +166,6 @@ class _Audit:
 
     def add(self, divergence: Divergence) -> None:
         self.report.divergences.append(divergence)
-
-
-class Tapped:
-    """A build of the decode loop that records every tap and takes its tokens from ``forced``."""
-
-    def __init__(self, fused: Any, capacity: int, k: int, forced: dict[int, Tensor]) -> None:
-        traced = trace(loop.decode_loop, (fused.spec, capacity, k, loop.graph_tap))
-        self.lines = tap_lines(traced.graph)
-        force_tokens(traced, forced)
-        passes.run(traced.graph, passes_for(traced, keep_taps=True), disable=fused.settings.disable)
-        options, compiler = fused.settings.options, fused.settings.compiler
-        emission = emit(traced.graph, traced.fake_mode, traced.tensors, compiler=compiler, options=options)
-        self.recording, self.workspace = Recording(), Workspace()
-        for node in filter(ir.is_tap, traced.graph.nodes):
-            node.target = self.record
-        self.bound = emission.bind(capacity, self.workspace)
-
-    def record(self, value: Tensor, name: str, step: int) -> None:
-        """What a tap becomes."""
-        self.recording(name, step, value)
-
-    def run(self) -> Values:
-        """One run; the recorded values."""
-        self.recording.values = {}
-        poison.memory(self.workspace.chunks.values())
-        self.bound.run()
-        return self.recording.values
-
-
-def tap_lines(graph: Any) -> dict[tuple[str, int], SourceLine | None]:
-    """The user's line behind each tapped value: where it was computed, or last written."""
-    writers: dict[int | None, Any] = {}
-    lines: dict[tuple[str, int], SourceLine | None] = {}
-    for node in graph.nodes:
-        if ir.is_tap(node):
-            value, name, step = node.args
-            lines[name, step] = ir.source_line(writers.get(ir.storage(value), value))
-        for target in ir.written(node):
-            writers[ir.storage(target)] = node
-    return lines
-
-
-def force_tokens(traced: Trace, forced: dict[int, Tensor]) -> None:
-    """Everything behind the tap of a step's tokens reads the given tokens instead."""
-    graph = traced.graph
-    for tap in [n for n in graph.nodes if ir.is_tap(n) and n.args[1] == "tokens"]:
-        value, _, step = tap.args
-        before = set()
-        for node in graph.nodes:
-            before.add(node)
-            if node is tap:
-                break
-        with graph.inserting_after(ir.placeholders(graph)[-1]):
-            given = graph.placeholder(f"forced_{step}")
-        with traced.fake_mode:
-            given.meta["val"] = torch.empty(forced[step].shape, dtype=torch.int64, device=forced[step].device)
-        traced.tensors[given.name] = forced[step]
-        value.replace_all_uses_with(given, delete_user_cb=lambda user, before=before: user not in before)
 
 
 def phase_of(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -65,7 +66,7 @@ class AuditReport:
         return f"{self.values} tensors compared in {self.rounds} rounds, {self.seconds:.1f} s: {verdict}"
 
     def __str__(self) -> str:
-        console = Console(width=160, record=True, file=_Nowhere())
+        console = Console(width=160, record=True, file=io.StringIO())
         console.print(self.table() if self.divergences else self.headline(), highlight=False)
         return "\n".join([console.export_text().rstrip(), *self.notes])
 
@@ -73,13 +74,3 @@ class AuditReport:
         """The report as JSON."""
         fields: dict[str, Any] = asdict(self) | {"ok": self.ok}
         return json.dumps(fields, default=str)
-
-
-class _Nowhere:
-    """A text file that keeps nothing."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing to flush."""

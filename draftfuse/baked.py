@@ -102,7 +102,9 @@ class _Comparison:
         if not _can_change(owner, key):
             return False
         read = _access(self.owner(owner_path, owner), owner, key)
-        self.terms.append(f"{read} is {value!r}" if value is None or isinstance(value, bool) else f"{read} == {self.constant(value)}")
+        self.terms.append(
+            f"{read} is {value!r}" if value is None or isinstance(value, bool) else f"{read} == {self.constant(value)}"
+        )
         return True
 
     def owner(self, path: str, owner: Any) -> str:
@@ -124,7 +126,10 @@ class _Comparison:
     def compiled(self) -> Callable[[], bool]:
         parameters = ", ".join(f"{n}={n}" for n in self.names)
         body = " and ".join(self.terms) or "True"
-        source = f"def holds({parameters}):\n    try:\n        return {body}\n    except (AttributeError, LookupError):\n        return False\n"
+        source = (
+            f"def holds({parameters}):\n    try:\n        return {body}\n"
+            "    except (AttributeError, LookupError):\n        return False\n"
+        )
         scope = dict(self.names)
         exec(compile(source, "<draftfuse guards>", "exec"), scope)
         function: Callable[[], bool] = scope["holds"]

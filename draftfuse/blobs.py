@@ -32,7 +32,7 @@ def refuse_pointers(metadata: dict[str, Any], builders: Iterable[Any]) -> None:
                 f"metadata.{name} holds absolute addresses",
                 "a blob that points at other metadata",
                 "tensors that mean the same wherever they are copied",
-                "Offer refresh(metadata, common) made of the backend's registered operator, which refreshes it in place.",
+                "Offer refresh(metadata, common) made of the backend's own registered operator.",
                 source_of(type(next(iter(metadata.values())))),
             )
 

@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="The compiler for draft loops of speculative decoding.")
+from draftfuse.bench.command import bench
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Compiler of draft loops for speculative decoding.")
+app.command()(bench)
 
 
 @app.callback(invoke_without_command=True)
@@ -53,3 +56,53 @@ def backends(as_json: Annotated[bool, typer.Option("--json", help="Print every f
     from draftfuse.backends_cli import render_backends
 
     typer.echo(render_backends(as_json))
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False) -> None:
+    """Say what is installed, which integration applies, and what would be missing."""
+    from dataclasses import asdict
+
+    from draftfuse import doctor as module
+
+    findings = module.doctor()
+    typer.echo(json.dumps([asdict(f) for f in findings]) if as_json else module.render(findings))
+
+
+Target = Annotated[str, typer.Argument(help="module:factory, or path/to/file.py:factory; it returns the speculator.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Draft tokens; all that the speculator has by default.")]
+Compiler = Annotated[str, typer.Option(help="inductor, or none for the eager kernels.")]
+
+
+@app.command()
+def lint(target: Target, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Find what a captured draft loop would freeze, lose or get wrong; exit code 1 where there is an error."""
+    from draftfuse.safety_cli import run_lint
+
+    raise typer.Exit(run_lint(target, as_json))
+
+
+@app.command()
+def audit(
+    target: Target,
+    steps: Steps = None,
+    compiler: Compiler = "inductor",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare the compiled loop with the eager one, value by value; exit code 1 where they diverge."""
+    from draftfuse.safety_cli import run_audit
+
+    raise typer.Exit(run_audit(target, steps, compiler, as_json))
+
+
+@app.command()
+def bisect(
+    target: Target,
+    out: Annotated[Path, typer.Option(help="Where to write the reproduction.")] = Path("reproduction.py"),
+    steps: Steps = None,
+    compiler: Compiler = "inductor",
+) -> None:
+    """Find the pass or emission that makes the loop differ, and write a script that shows it."""
+    from draftfuse.safety_cli import run_bisect
+
+    raise typer.Exit(run_bisect(target, out, steps, compiler))

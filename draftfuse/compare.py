@@ -1,4 +1,4 @@
-"""Where two tensors of a padded batch differ: integers exactly, floats within what their type allows, live rows only."""
+"""Where two tensors of a padded batch differ: integers exactly, floats within a tolerance, live rows only."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,19 @@ from draftfuse.speculator import DraftBatch
 from draftfuse.state import fill_dummy, load_batch, pad, persistent_tensors
 
 Hooks = tuple[Callable[[], None], ...]
+
+MAX_PROPOSALS = 1024
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What one kind of batch runs: padded rows, tokens of each, and the plans (no prefill plan: eager)."""
+
+    k: int
+    rows: int
+    query_len: int
+    prefill: Plan | None
+    decode: Plan | None
 
 
 class FusedDraft:
@@ -38,6 +52,7 @@ class FusedDraft:
         self._batch_consumed: Any = None
         self._outputs_ready: Any = None
         self._plans: dict[tuple[Descriptor, int], Plan] = {}
+        self._proposals: dict[tuple[int, int, int | None, int | None, int], Proposal] = {}
         self._calls: dict[tuple[int, int | None, int | None], Plan | None] = {}
         self._exclusive = _Exclusive()
 
@@ -61,13 +76,14 @@ class FusedDraft:
             InvalidBatchError, InvalidOptionError: the batch or k does not fit; nothing was written.
             StaleAddressError: memory that a captured graph holds has moved.
         """
-        largest = max(num_reqs_across_dp or (batch.num_reqs,))
-        k = self._check_k(self.ladder.k_for(largest) if k is None else k)
         validate.check_batch(self.spec, batch)
-        decision = self.ladder.decide(batch.num_reqs, batch.num_tokens, k, batch.max_query_len, largest)
+        largest = max(num_reqs_across_dp) if num_reqs_across_dp else batch.num_reqs
+        key = (batch.num_reqs, batch.num_tokens, batch.max_query_len, k, largest)
         with self._exclusive:
+            proposal = self._proposals.get(key) or self._proposal(*key)
+            k = proposal.k
             if k > 0 and largest > 0:
-                self._propose(batch, k, decision)
+                self._propose(batch, proposal)
             self._record(self._outputs_ready)
             tokens = self.spec.inputs.draft_tokens[: batch.num_reqs, :k]
             return tokens.clone() if copy else tokens
@@ -174,23 +190,34 @@ class FusedDraft:
     def _forget(self) -> None:
         self._plans.clear()
         self._calls.clear()
+        self._proposals.clear()
         self.runners.clear()
 
-    def _propose(self, batch: DraftBatch, k: int, decision: Decision) -> None:
-        """Builds first (a build that fails must fail before anything is written), then loads, pads and launches."""
+    def _proposal(
+        self, num_reqs: int, num_tokens: int, max_query_len: int | None, k: int | None, largest: int
+    ) -> Proposal:
+        """What a kind of batch runs. Builds here: a build that fails must fail before anything is written."""
+        steps = self._check_k(self.ladder.k_for(largest) if k is None else k)
+        decision = self.ladder.decide(num_reqs, num_tokens, steps, max_query_len, largest)
         first, second = decision.prefill, decision.decode
-        prefill = None if first is None else self._plan(first, batch.num_reqs)
-        decode = None if second is None or second is first else self._plan(second, batch.num_reqs)
-        rows, query_len = (batch.num_reqs, 1) if first is None else (first.num_reqs, first.query_len)
-        load_batch(self.spec, batch, rows, query_len)
+        prefill = None if first is None else self._plan(first, num_reqs)
+        decode = None if second is None or second is first else self._plan(second, num_reqs)
+        rows, query_len = (num_reqs, 1) if first is None else (first.num_reqs, first.query_len)
+        made = Proposal(steps, rows, query_len, prefill, decode)
+        if len(self._proposals) < MAX_PROPOSALS:  # ragged batches have any number of tokens
+            self._proposals[num_reqs, num_tokens, max_query_len, k, largest] = made
+        return made
+
+    def _propose(self, batch: DraftBatch, proposal: Proposal) -> None:
+        load_batch(self.spec, batch, proposal.rows, proposal.query_len)
         self._record(self._batch_consumed)
-        if prefill is not None:
-            self._run(prefill, batch.num_reqs, batch.num_tokens, batch.max_seq_len)
+        if proposal.prefill is not None:
+            self._run(proposal.prefill, batch.num_reqs, batch.num_tokens, batch.max_seq_len)
         elif batch.num_reqs > 0:
             self._ragged_prefill(batch)
-        if decode is not None:
-            pad(self.spec.inputs, batch.num_reqs, decode.descriptor.num_reqs)
-            self._run(decode, batch.num_reqs, batch.num_tokens, batch.max_seq_len)
+        if proposal.decode is not None:
+            pad(self.spec.inputs, batch.num_reqs, proposal.decode.descriptor.num_reqs)
+            self._run(proposal.decode, batch.num_reqs, batch.num_tokens, batch.max_seq_len)
 
     def _ragged_prefill(self, batch: DraftBatch) -> None:
         longest = batch.max_query_len or batch.num_tokens - batch.num_reqs + 1

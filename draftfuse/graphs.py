@@ -48,7 +48,7 @@ def capture(
         prepare()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
-    before = torch.cuda.memory_reserved()
+    before = pool_bytes(pool)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
@@ -56,4 +56,10 @@ def capture(
     except RuntimeError as error:
         todo = "Remove the host sync or allocation that the cause names, or use mode='split'."
         raise CaptureError("the loop cannot be captured", str(error).splitlines()[0], "capturable work", todo) from error
-    return Captured(graph, tensors, max(0, torch.cuda.memory_reserved() - before))
+    return Captured(graph, tensors, max(0, pool_bytes(pool) - before))
+
+
+def pool_bytes(pool: Any) -> int:
+    """Bytes of device memory that a graph pool holds."""
+    snapshot = torch.cuda.memory_snapshot(pool, include_traces=False)  # type: ignore[no-untyped-call]
+    return sum(segment["total_size"] for segment in snapshot)

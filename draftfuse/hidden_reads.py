@@ -32,7 +32,8 @@ class HiddenReads:
         if self.calls[func] > CALLS:
             return
         read = [path for path, buffer in self.others(args, kwargs).items() if _reads(func, args, kwargs, buffer)]
-        known = {t.untyped_storage().data_ptr() for t in declared(func)[0]} if declared(func) is not None else None
+        said = declared(func)
+        known = None if said is None else {t.untyped_storage().data_ptr() for t in said[0]}
         for path in read:
             if known is None or self.buffers[path].untyped_storage().data_ptr() not in known:
                 self.findings.append(_finding(func, path, known is not None))

@@ -1,4 +1,4 @@
-"""A recorder of one eager run: keeps what is written so that it can be put back, and checks indices before they are used.
+"""A recorder of one eager run: keeps what is written, so that it can be put back, and checks every index.
 
 An index past its table kills a CUDA context, so it is looked at before the operator runs, and the error names the
 user's line. Of a paged KV pool only the slots that ``write_kv`` writes are kept.
@@ -7,6 +7,7 @@ user's line. Of a paged KV pool only the slots that ``write_kv`` writes are kept
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,13 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from draftfuse.errors import SourceLine, UnsafeLoopError
+from draftfuse.lowering.effects import declared
 from draftfuse.passes import ir
 
 aten = torch.ops.aten
 OnOpaque = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], None]
 
 
-class Journal(TorchDispatchMode):
+class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Use as a context around eager work; :meth:`restore` puts every written tensor back.
 
     Args:
@@ -32,20 +34,21 @@ class Journal(TorchDispatchMode):
     """
 
     def __init__(self, on_opaque: OnOpaque | None = None, check_indices: bool = True) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.on_opaque, self.check_indices = on_opaque, check_indices
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> (whole memory, copy)
         self.slots: list[tuple[Tensor, Tensor, Tensor]] = []  # (cache, slots, rows)
         self.written: dict[int, Tensor] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.check_indices:
             check_bounds(func, args)
         if func is torch.ops.draftfuse.write_kv.default:
             self.keep_slots(*args)
         else:
-            for tensor in written_by(func, args, kwargs):
+            hidden = declared(func) if is_opaque(func) else None
+            for tensor in [*written_by(func, args, kwargs), *(hidden[1] if hidden is not None else ())]:
                 self.keep(tensor)
         if self.on_opaque is not None and is_opaque(func):
             self.on_opaque(func, args, kwargs)
@@ -80,7 +83,8 @@ def whole_memory(tensor: Tensor) -> Tensor:
     """All elements of the storage behind ``tensor``, as one flat tensor of its dtype."""
     storage = tensor.untyped_storage()
     size = storage.nbytes() // tensor.element_size()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (size,))
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return flat.set_(storage, 0, (size,), (1,))
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -109,16 +113,20 @@ def check_bounds(func: Any, args: tuple[Any, ...]) -> None:
         if high >= rows or low < negative:
             came = high if high >= rows else low
             todo = "Make the table as long as the largest position including the draft steps, or mask the rows past it."
-            raise UnsafeLoopError("an index leaves its table", came, f"{negative} <= index < {rows}", todo, user_frame())
+            if func is aten.index_copy_.default and low < 0:
+                todo = "Write with draftfuse.ops.write_kv, which skips the negative slots of padded rows."
+            raise UnsafeLoopError(
+                "an index leaves its table", came, f"{negative} <= index < {rows}", todo, user_frame()
+            )
 
 
-_STRICT = (aten.embedding.default, aten.gather.default, aten.index_select.default)
+_STRICT = (aten.embedding.default, aten.gather.default, aten.index_select.default, aten.index_copy_.default)
 
 
 def _lookups(func: Any, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int, Tensor]]:
     if func is aten.embedding.default:
         yield args[0], 0, args[1]
-    elif func in (aten.gather.default, aten.index_select.default):
+    elif func in (aten.gather.default, aten.index_select.default) or func is aten.index_copy_.default:
         yield args[0], args[1], args[2]
     elif func in (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default):
         yield from ((args[0], dim, index) for dim, index in enumerate(args[1]) if index is not None)
@@ -126,9 +134,9 @@ def _lookups(func: Any, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int, Te
 
 def user_frame() -> SourceLine | None:
     """The innermost frame of the running Python stack that is neither draftfuse's nor torch's."""
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if not ir.is_own_file(frame.f_code.co_filename):
             return SourceLine.of(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None

@@ -1,19 +1,18 @@
 """The whole lint: what the graph shows, what Python does beside it, and whether tracing twice gives one graph.
 
-:class:`Inspector` runs the cheap part once at the first build; :func:`lint` runs all of it, alone.
+:func:`lint` runs all of it, alone; :class:`draftfuse.inspector.Inspector` runs the cheap part at the first build.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftfuse import loop, python_state, validate
-from draftfuse.dispatch import Descriptor
+from draftfuse import loop, python_changes, python_state, validate
 from draftfuse.errors import DraftfuseError, UnsafeLoopError, UnstableMetadataError, UntraceableLoopError
 from draftfuse.hidden_reads import HiddenReads
 from draftfuse.journal import Journal
@@ -22,8 +21,8 @@ from draftfuse.passes import ir
 from draftfuse.passes.capture_safety import Surroundings, capture_safety
 from draftfuse.passes.findings import ERROR, WARNING, Finding, merged
 from draftfuse.passes.render import canonical
-from draftfuse.state import Saved, fill_dummy, persistent_tensors
-from draftfuse.trace import Trace, trace
+from draftfuse.state import fill_dummy
+from draftfuse.trace import Trace, trace, user_line
 
 PROBED_STEPS = 2
 _HOOKS = ("on_prefill_begin", "on_prefill_end", "on_multi_step_decode_begin", "on_multi_step_decode_end")
@@ -92,13 +91,28 @@ def probe(spec: Any, rows: int, k: int, reads: HiddenReads | None = None) -> lis
     hooked = _after_hooks(spec, before)
     journal = Journal(on_opaque=reads)
     try:
-        with journal, checked_kind(spec, rows) as checked:
+        with journal, checked_kind(spec, rows) as checked, _named_failures():
             loop.decode_loop(checked, rows, max(2, k))
         after = python_state.of_speculator(spec)
-        return [of_change(spec, c) for c in python_state.diff(before, after) if c.path not in hooked]
+        return [of_change(c) for c in python_changes.diff(before, after) if c.path not in hooked]
     finally:
         journal.restore()
         before.restore()
+
+
+@contextmanager
+def _named_failures() -> Iterator[None]:
+    """What a user's code raises on dummy rows, with the line that raises it."""
+    try:
+        yield
+    except DraftfuseError:
+        raise
+    except Exception as error:
+        came = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        todo = "Padded rows (seq_len 0, slot -1, idx_mapping -1) reach every statement of the loop: let them pass."
+        raise UnsafeLoopError(
+            "the loop fails on dummy rows", came, "a run without error", todo, user_line(error)
+        ) from error
 
 
 def _after_hooks(spec: Any, before: python_state.State) -> set[str]:
@@ -108,21 +122,20 @@ def _after_hooks(spec: Any, before: python_state.State) -> set[str]:
         return set()
     for name in hooks:
         loop.run_hook(spec, name)
-    changed = {c.path for c in python_state.diff(before, python_state.of_speculator(spec))}
+    changed = {c.path for c in python_changes.diff(before, python_state.of_speculator(spec))}
     before.restore()
     return changed
 
 
-def of_change(spec: Any, change: python_state.Change) -> Finding:
+def of_change(change: python_changes.Change) -> Finding:
     """A change of Python state as a finding: losing a tensor is an error, losing a count is a warning."""
-    in_builder = any(change.path.startswith(f"spec.attn_groups[{i}].builder") for i in range(len(spec.attn_groups)))
-    phase = "refresh" if in_builder else "forward"
+    phase = "refresh" if change.path.startswith("spec.attn_groups[") and ".builder" in change.path else "forward"
     if change.kind == "tensor":
         text = f"the loop binds a tensor to {change}, where no replay would bind it again"
         todo = "Allocate the tensor once, and copy_ into it."
         return Finding(ERROR, "fresh-allocation", text, todo, change.source, phase=phase)
     text = f"the loop changes Python state at {change}: a replay would not, and what was traced stays as it was"
-    todo = "Count in a tensor, or outside the loop (a lifecycle hook such as on_multi_step_decode_end runs at every replay)."
+    todo = "Count in a tensor, or in a lifecycle hook (on_multi_step_decode_end runs at every replay)."
     return Finding(WARNING, "side-effect", text, todo, change.source, phase=phase)
 
 
@@ -187,7 +200,9 @@ def of_error(error: DraftfuseError) -> Finding:
     given = getattr(error, "finding", None)
     if isinstance(given, Finding):
         return given
-    return Finding(ERROR, _name_of(error), f"{error.what}: got {error.came}, expected {error.expected}", error.todo, error.source)
+    return Finding(
+        ERROR, _name_of(error), f"{error.what}: got {error.came}, expected {error.expected}", error.todo, error.source
+    )
 
 
 def _name_of(error: DraftfuseError) -> str:
@@ -208,47 +223,3 @@ _BY_TEXT = {
     "leaves its table": "short-table",
     "metadata changes its layout": "side-effect",
 }
-
-
-def raise_errors(findings: list[Finding]) -> None:
-    """Raise :class:`UnsafeLoopError` for the first error, naming the others."""
-    errors = [f for f in findings if f.is_error]
-    if not errors:
-        return
-    first = errors[0]
-    others = "".join(f"\n  also {f}" for f in errors[1:6])
-    error = UnsafeLoopError(
-        "the draft loop cannot be captured safely", f"[{first.name}] {first.text}", "none", first.todo + others, first.source
-    )
-    error.finding, error.in_builder = first, all(f.phase in ("slot_mapping", "refresh") for f in errors)
-    raise error
-
-
-@dataclasses.dataclass
-class Inspector:
-    """The lint of one compiled loop: :meth:`before` anything is traced, :meth:`after` each trace."""
-
-    spec: Any
-    findings: list[Any]
-    probed: bool = False
-
-    def before(self, descriptor: Descriptor) -> None:
-        """Run the decode loop once, eagerly, on the dead rows that the inputs hold."""
-        if not self.probed and descriptor.num_steps > 1:
-            self.probed = True
-            kept = Saved(persistent_tensors(self.spec))
-            fill_dummy(self.spec, descriptor.num_reqs)
-            try:
-                self.finish(probe(self.spec, descriptor.num_reqs, 2))
-            finally:
-                kept.restore()
-
-    def after(self, traced: Trace) -> None:
-        """Look at a traced graph."""
-        self.finish(of_graph(self.spec, traced))
-
-    def finish(self, findings: list[Finding]) -> None:
-        """Record what was found, and raise for errors."""
-        found = merged(findings)
-        self.findings += [f for f in found if f not in self.findings]
-        raise_errors(found)

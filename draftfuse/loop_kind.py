@@ -32,12 +32,18 @@ class _Checked:
         """The user's forward; both results must have one row a request."""
         result = self._spec.forward(inputs, metadata)
         if not isinstance(result, tuple) or len(result) != 2:
-            refuse("forward does not return two tensors", type(result).__name__, "(hidden for logits, hidden to feed back)", self._spec.forward)
+            refuse(
+                "forward does not return two tensors",
+                type(result).__name__,
+                "(hidden for logits, hidden to feed back)",
+                self._spec.forward,
+            )
         for hidden in result:
             if hidden.shape[0] != self._rows:
                 what = "forward returns several positions a request: parallel heads or a tree in one step"
                 refuse(what, tuple(hidden.shape), f"{self._rows} rows, one a request", self._spec.forward)
-        return result
+        hidden, feedback = result
+        return hidden, feedback
 
     def sample(self, hidden: Tensor, step: int) -> Tensor:
         """The user's sample; it must draw one token a request."""

@@ -15,27 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftfuse.errors import SourceLine
 from draftfuse.passes import ir
-from draftfuse.writers import globals_of, is_library, writer_of
+from draftfuse.writers import globals_of, is_library
 
 SCALARS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _LEAVES = (*SCALARS, type, types.ModuleType, types.BuiltinFunctionType, torch.Generator)
+_WALKED = ("draftfuse.speculator", "draftfuse.reference", "draftfuse.lowering", "draftfuse.bench")
+_ENGINES = (
+    "vllm",
+    "sglang",
+    "transformers",
+    "threading",
+    "asyncio",
+    "multiprocessing",
+    "concurrent",
+    "logging",
+    "queue",
+)
 LIMIT = 200_000  # objects looked at; an engine's whole configuration may hang on a speculator
-
-
-@dataclass(frozen=True)
-class Change:
-    """One difference between two states: where, what it was, what it is, and the statement that does it."""
-
-    path: str
-    before: str
-    after: str
-    kind: str  # "value", "tensor" or "entry"
-    source: SourceLine | None = None
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.before} -> {self.after}"
 
 
 @dataclass
@@ -46,12 +43,16 @@ class State:
     copies: list[tuple[Any, Any]] = field(default_factory=list)
     owners: dict[str, tuple[Any, str]] = field(default_factory=dict)  # path -> (object that holds it, attribute)
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    slots: list[tuple[Any, str, Any]] = field(default_factory=list)  # (object, slot, value)
 
     def restore(self) -> None:
         """Put every container and attribute dictionary back in place (tensors' contents are not its business)."""
         for container, copy in self.copies:
             if contents(container) != _summaries(copy):
                 _put_back(container, copy)
+        for owner, name, value in self.slots:
+            if getattr(owner, name, None) is not value:
+                setattr(owner, name, value)
 
 
 def snapshot(*roots: Any, names: tuple[str, ...] = (), wide: bool = True) -> State:
@@ -62,7 +63,7 @@ def snapshot(*roots: Any, names: tuple[str, ...] = (), wide: bool = True) -> Sta
         wide: also follow class attributes, closures and the globals that the loop's methods name.
     """
     state = State()
-    walker = _Walker(state, wide)
+    walker = _Walker(state, wide, {id(root) for root in roots})
     for index, root in enumerate(roots):
         walker.visit(root, names[index] if index < len(names) else f"root{index}", None, "")
     return state
@@ -70,13 +71,28 @@ def snapshot(*roots: Any, names: tuple[str, ...] = (), wide: bool = True) -> Sta
 
 def of_speculator(spec: Any, wide: bool = True) -> State:
     """The state behind ``spec``: its attributes, its groups' builders, what their methods close over."""
-    return snapshot(spec, names=("spec",), wide=wide)
+    groups = list(getattr(spec, "attn_groups", ()))
+    names = [f"spec.attn_groups[{i}].builder" for i in range(len(groups))]
+    roots = (spec.inputs, *(g.builder for g in groups), spec)  # in this order, so that each has its natural name
+    return snapshot(*roots, names=("spec.inputs", *names, "spec"), wide=wide)
+
+
+def small_tensors(spec: Any, largest: int = 1 << 24) -> list[Tensor]:
+    """Tensors behind ``spec`` that a loop may write: no parameters, no KV pools, none above ``largest`` bytes."""
+    pools = {t.untyped_storage().data_ptr() for g in spec.attn_groups for pair in g.kv_caches.values() for t in pair}
+    found: dict[int, Tensor] = {}
+    for tensor in of_speculator(spec).tensors.values():
+        key, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        if key not in pools and size <= largest and not isinstance(tensor, torch.nn.Parameter):
+            found.setdefault(key, tensor)
+    return list(found.values())
 
 
 @dataclass
 class _Walker:
     state: State
     wide: bool
+    roots: set[int]
     seen: dict[int, Any] = field(default_factory=dict)  # keeps what it saw alive, so that ids stay unique
 
     def visit(self, value: Any, path: str, owner: Any, attribute: str) -> None:
@@ -91,7 +107,7 @@ class _Walker:
             self.container(value, path, owner, attribute)
         elif isinstance(value, (types.FunctionType, types.MethodType)):
             self.function(value, path)
-        else:
+        elif id(value) in self.roots or not _is_walled(type(value)):
             self.instance(value, path)
 
     def container(self, value: Any, path: str, owner: Any, attribute: str) -> None:
@@ -109,6 +125,7 @@ class _Walker:
                 self.visit(item, f"{path}.{name}", value, name)
         for name in _slots(type(value)):
             if hasattr(value, name):
+                self.state.slots.append((value, name, getattr(value, name)))
                 self.visit(getattr(value, name), f"{path}.{name}", value, name)
         if self.wide and not is_library(type(value)):
             self.of_class(value, path)
@@ -157,6 +174,13 @@ def _is_data(item: Any) -> bool:
     return isinstance(item, (Tensor, dict, list, set, deque)) or not is_library(type(item))
 
 
+def _is_walled(klass: type) -> bool:
+    """Whether objects of a class are an engine's or this runtime's own: their state is not the loop's."""
+    module = klass.__module__ or ""
+    own = module.startswith("draftfuse.") and not module.startswith(_WALKED)
+    return own or module.split(".")[0] in _ENGINES
+
+
 def _is_descriptor(item: Any) -> bool:
     return hasattr(item, "__get__") or isinstance(item, (type, types.ModuleType))
 
@@ -200,43 +224,3 @@ def _put_back(container: Any, copy: Any) -> None:
         return
     container.clear()
     container.update(copy) if isinstance(container, (dict, set)) else container.extend(copy)
-
-
-def diff(before: State, after: State) -> list[Change]:
-    """What differs, in the order of the paths after; the lines that do it where the owner's source shows them."""
-    changes = []
-    for path in dict.fromkeys([*after.leaves, *before.leaves]):
-        old, new = before.leaves.get(path), after.leaves.get(path)
-        if old == new or _belongs_to_changed(path, changes):
-            continue
-        owner, attribute = (after if path in after.owners else before).owners[path]
-        kind = "tensor" if _holds_new_tensor(path, before, after) else "entry" if _is_container(new or old) else "value"
-        changes.append(Change(path, show(old), show(new), kind, writer_of(owner, attribute)))
-    return changes
-
-
-def _holds_new_tensor(path: str, before: State, after: State) -> bool:
-    """Whether a tensor that was not reachable before is at ``path`` or below."""
-    known = {id(t) for t in before.tensors.values()}
-    below = (path, f"{path}[", f"{path}.")
-    return any(id(t) not in known for p, t in after.tensors.items() if p == path or p.startswith(below[1:]))
-
-
-def _belongs_to_changed(path: str, changes: list[Change]) -> bool:
-    """Entries of a container that was reported already need no line of their own."""
-    return any(path.startswith((f"{c.path}[", f"{c.path}.")) for c in changes)
-
-
-def _is_container(leaf: Any) -> bool:
-    return leaf[0] in ("dict", "list", "set", "deque", "tuple")
-
-
-def show(leaf: Any) -> str:
-    """A summary as text."""
-    if leaf is None:
-        return "nothing"
-    if leaf[0] == "tensor":
-        return f"a tensor {leaf[3]}{list(leaf[2])} at {leaf[1]:#x}"
-    if _is_container(leaf):
-        return f"{leaf[0]} of {leaf[1]}"
-    return repr(leaf[1]) if len(leaf) > 1 else f"a {leaf[0]}"

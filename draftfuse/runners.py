@@ -6,13 +6,14 @@ nothing. What cannot be fused runs split with a reason in the report, or raises 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from draftfuse import loop
+from draftfuse import loop, python_state
 from draftfuse.baked import ScalarGuards, plain
 from draftfuse.build import Settings, build
 from draftfuse.dispatch import DECODE, PREFILL, PROPOSE, Descriptor, Ladder
@@ -20,8 +21,7 @@ from draftfuse.errors import CaptureError, DraftfuseError, NotFusableError, Unsa
 from draftfuse.graphs import Captured, capture
 from draftfuse.guards import Addresses, collect
 from draftfuse.lowering.emit import Bound, Emission
-from draftfuse.lint import Inspector
-from draftfuse.lowering.ops.small_linear import MAX_ROWS
+from draftfuse.inspector import Inspector
 from draftfuse.lowering.workspace import Workspace
 from draftfuse.passes import ir
 from draftfuse.report import Report
@@ -61,12 +61,6 @@ class Runners:
         self._scalars: dict[int, ScalarGuards] = {}  # by the emission's id, which _emissions keeps alive
         self._guarded: dict[tuple[Any, ...], Runner] = {}
 
-    @property
-    def static_rows(self) -> int:
-        """Up to this capacity a build has its number of rows fixed: kernels for so few rows are made for each."""
-        own_kernels = self.settings.compiler == "inductor" and self.spec.inputs.positions.device.type == "cuda"
-        return MAX_ROWS if own_kernels else 1
-
     def get(self, descriptor: Descriptor) -> Runner:
         """The runner of ``descriptor``; building it leaves inputs and slots as they were."""
         if descriptor not in self.made:
@@ -96,12 +90,14 @@ class Runners:
             store.clear()
 
     def _on_dummies(self, descriptor: Descriptor, make: Callable[[], Runner]) -> Runner:
-        saved = Saved(persistent_tensors(self.spec))
+        saved = Saved([*persistent_tensors(self.spec), *python_state.small_tensors(self.spec)])
+        state = python_state.of_speculator(self.spec)
         try:
             self._fill(descriptor)
             return make()
         finally:
             saved.restore()
+            state.restore()
 
     def _fill(self, descriptor: Descriptor) -> None:
         fill_dummy(self.spec, descriptor.num_reqs, descriptor.query_len)
@@ -170,14 +166,22 @@ class Runners:
         emission = self._emission(descriptor)
         scalars = self._scalars[id(emission)]
         bound = emission.bind(descriptor.num_reqs, self.workspace)
+        self._load_code(bound)
         frozen = collect(self.spec, descriptor.num_reqs)
         addresses = Addresses.of(emission.sources, {"spec": self.spec})
         if not self.cudagraph:
-            bound.run()  # the first call of generated code loads it
             return Runner(bound.run, {"compiled calls": 1}, frozen, addresses, scalars, bound.run, bound)
         captured = self._capture(bound, descriptor)
         counts = {"graph replays": 1}
         return Runner(captured.replay, counts, frozen, addresses, scalars, bound.run, captured, captured.num_bytes)
+
+    def _load_code(self, bound: Bound) -> None:
+        """The first call of generated code loads or compiles its kernels: that is compile time, not capture time."""
+        start = time.perf_counter()
+        bound.run()
+        if self.cudagraph:
+            torch.cuda.synchronize()
+        self.report.builds[-1].compile_seconds += time.perf_counter() - start
 
     def _capture(self, bound: Bound, descriptor: Descriptor) -> Captured:
         if torch.cuda.is_current_stream_capturing():
@@ -192,7 +196,7 @@ class Runners:
     def _emission(self, descriptor: Descriptor) -> Emission:
         """Code for the descriptor: symbolic above one row where its guards allow it, else for this capacity alone."""
         capacity = descriptor.num_reqs
-        if capacity > self.static_rows:
+        if capacity > 1:
             emission = self._build(descriptor, None, hint=max(2, self.ladder.capacities[-1] - 1))
             if emission.guards_hold(capacity):
                 return emission

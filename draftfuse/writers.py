@@ -12,11 +12,23 @@ from typing import Any
 from draftfuse.errors import SourceLine
 
 _LIBRARIES = ("builtins", "torch", "typing", "abc", "collections", "dataclasses", "contextvars", "draftfuse")
-_CHANGERS = ("append", "extend", "insert", "add", "update", "setdefault", "pop", "clear", "remove", "popitem", "appendleft")
+_CHANGERS = (
+    "append",
+    "extend",
+    "insert",
+    "add",
+    "update",
+    "setdefault",
+    "pop",
+    "clear",
+    "remove",
+    "popitem",
+    "appendleft",
+)
 
 
 def writer_of(owner: Any, attribute: str) -> SourceLine | None:
-    """The statement outside ``__init__`` that assigns or changes ``attribute`` of ``owner`` (or the global of a function)."""
+    """The statement outside ``__init__`` that assigns or changes ``attribute`` of ``owner``."""
     for function in _functions(owner):
         found = _writer_in(function, attribute)
         if found is not None:

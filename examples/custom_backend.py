@@ -9,6 +9,7 @@ changes at every draft step; draftfuse derives the operator that refreshes them 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,9 +62,9 @@ class Drafter(draftfuse.Speculator):
         self.out = torch.randn(HEAD, HIDDEN, device=device) * HEAD**-0.5
         self.embedding = torch.randn(100, HIDDEN, device=device)
 
-    def forward(self, inputs: draftfuse.DraftInputs, metadata: object) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, inputs: draftfuse.DraftInputs, metadata: Any) -> tuple[Tensor, Tensor]:
         """Write the key and value, attend sinks and window."""
-        mine: SinkMetadata = metadata["attention"]  # type: ignore[index]
+        mine: SinkMetadata = metadata["attention"]
         x = inputs.hidden_states + self.embedding[inputs.input_ids]
         q, k, v = ((x @ self.qkv)[:, i * HEAD : (i + 1) * HEAD].unsqueeze(1) for i in range(3))
         draftfuse.ops.write_kv(k, v, self.cache[0], self.cache[1], mine.slot_mapping)

@@ -66,7 +66,7 @@ def hidden_reads(node: fx.Node) -> Collection[int] | None:
 
 def effects_in(graph: fx.Graph, tensors: Mapping[str, Tensor]) -> Effects:
     """What declared operators touch beyond their arguments, as placeholders of ``graph``."""
-    by_storage = {t.untyped_storage()._cdata: name for name, t in reversed(tensors.items())}
+    by_storage = {t.untyped_storage()._cdata: name for name, t in reversed(list(tensors.items()))}
     nodes = {node.name: node for node in ir.placeholders(graph)}
 
     def placeholders(given: Sequence[Tensor]) -> list[fx.Node]:

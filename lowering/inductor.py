@@ -17,7 +17,12 @@ from torch._inductor.utils import BoxedBool
 from draftfuse.lowering.check import SchedulerCheck
 from draftfuse.lowering.hook import post_grad_pass
 
-DEFAULT_OPTIONS: dict[str, Any] = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
+DEFAULT_OPTIONS: dict[str, Any] = {
+    "triton.cudagraphs": False,
+    "triton.cudagraph_trees": False,
+    # Its patterns turn a residual sum into addmm, which copies the residual first wherever a segment returns the sum.
+    "pattern_matcher": False,
+}
 
 
 def compile_graph(

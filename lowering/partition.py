@@ -93,13 +93,13 @@ def _is_static(node: fx.Node, known: set[fx.Node]) -> bool:
 
 
 def _eager_memory(graph: fx.Graph) -> set[int]:
-    """Tensors made inside the loop that an opaque operator writes: Inductor must not make them, addresses matter."""
+    """Tensors made inside the loop whose place matters, to an opaque operator for one: Inductor must not make them."""
     inputs = ir.input_storages(graph)
-    return ir.mutated_storages(graph) - inputs.keys()
+    return ir.pinned_storages(graph) - inputs.keys()
 
 
 def _touches(node: fx.Node, eager: set[int]) -> bool:
-    """Whether ``node`` makes, or is a view of, memory that an opaque operator writes."""
+    """Whether ``node`` makes such a tensor, or is a view of it."""
     return not ir.storages(node).isdisjoint(eager)
 
 

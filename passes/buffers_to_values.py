@@ -61,7 +61,8 @@ class _Forwarding:
 
     def run(self) -> int:
         self.inputs = ir.input_storages(self.graph)
-        self.mutated = ir.mutated_storages(self.graph)
+        rows = {key for n in ir.placeholders(self.graph) if n.meta.get("owned") for key in ir.storages(n)}
+        self.mutated = ir.mutated_storages(self.graph) - rows  # a row is written once, before anything reads it
         for node in list(self.graph.nodes):
             if node.op == "output":
                 self.flush_all(node)
@@ -72,7 +73,7 @@ class _Forwarding:
 
     def visit(self, node: fx.Node) -> None:
         targets = ir.written(node)
-        functional = None if writes_elements(node) else functional_form(node)
+        functional = None if writes_elements(node) or any(map(ir.is_expanded, targets)) else functional_form(node)
         if functional is not None and len(targets) == 1 and ir.storage(targets[0]) in self.inputs:
             self.write(node, targets[0], functional)
             return
@@ -170,7 +171,7 @@ class _Forwarding:
 
     def same_view_of(self, view: fx.Node, inner: fx.Node, at: fx.Node) -> fx.Node | None:
         """The same view operator applied to the forwarded value; None where the layout of the value forbids it."""
-        if view.target in LAYOUT_VIEWS:
+        if view.target in ir.LAYOUT_VIEWS:
             return None
         with self.graph.inserting_before(at):
             return ir.try_call(self.graph, view.target, (inner, *view.args[1:]), dict(view.kwargs), at)
@@ -203,8 +204,6 @@ class _Forwarding:
         self.graph.erase_node(node)
 
 
-# Views that name places of the storage: on a value, which has a layout of its own, they would read something else.
-LAYOUT_VIEWS = (aten.as_strided.default, aten._reshape_alias.default)
 _FROZEN_OR_RESHAPED = (torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view)
 
 

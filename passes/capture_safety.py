@@ -162,7 +162,9 @@ def _bound(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
     todo = "Allocate the tensor once, and copy_ into it."
     for node in dict.fromkeys(ir.nodes_in(graph.output_node().args[0])):
         shape = list(map(str, ir.value(node).shape)) if ir.is_tensor(node) else ir.value(node)
-        text = f"a tensor of shape {shape} made in the loop is bound to an attribute, where no replay would bind it again"
+        text = (
+            f"a tensor of shape {shape} made in the loop is bound to an attribute, where no replay would bind it again"
+        )
         yield _finding(node, ERROR, "fresh-allocation", text, todo)
 
 
@@ -174,11 +176,13 @@ def _foreign(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
             if ir.storage(target) in strangers:
                 path = ir.path_of(strangers[ir.storage(target)])
                 todo = "Make it an attribute of the speculator or of a builder, and write that."
-                yield _finding(node, ERROR, "foreign-write", f"the loop writes {path}, which the speculator does not own", todo)
+                yield _finding(
+                    node, ERROR, "foreign-write", f"the loop writes {path}, which the speculator does not own", todo
+                )
     for node in strangers.values():
         if node.name not in around.constant and node.users:
             reader = next((u for u in graph.nodes if node in u.all_input_nodes), node)
-            text = f"the loop reads {ir.path_of(node)}, which is no input of the speculator: a replay reads what it was at capture"
+            text = f"the loop reads {ir.path_of(node)}, which is no input of the speculator"
             todo = "Make it an attribute of the speculator (a persistent tensor that callers copy_ into)."
             yield _finding(reader, ERROR, "undeclared-input", text, todo)
 

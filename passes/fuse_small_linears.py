@@ -138,9 +138,15 @@ def _match_scaled(scaled: fx.Node, gain: fx.Node) -> _Norm | None:
     if not isinstance(mean, fx.Node) or mean.target is not aten.mean.dim or tuple(mean.args[1:]) != ([-1], True):
         return None
     square = mean.args[0]
-    if not isinstance(square, fx.Node) or square.target is not aten.pow.Tensor_Scalar or square.args != (wide, 2):
+    if not isinstance(square, fx.Node) or not _is_square(square, wide):
         return None
     return _Norm(_through_cast(wide), gain, inner.args[1])
+
+
+def _is_square(node: fx.Node, of: fx.Node) -> bool:
+    """``of ** 2``, or ``of * of``."""
+    power = node.target is aten.pow.Tensor_Scalar and node.args == (of, 2)
+    return power or (node.target is aten.mul.Tensor and node.args == (of, of))
 
 
 def _through_cast(node: fx.Node) -> fx.Node:

@@ -22,6 +22,8 @@ from draftfuse.errors import SourceLine
 
 ALIGNMENT = 16  # bytes that Inductor's kernels assume of their inputs
 FUNCTIONAL_OPERATORS = frozenset({"draftfuse::small_linear"})
+# Views that name places of the storage. A value has a layout of its own: on it they would read something else.
+LAYOUT_VIEWS = (torch.ops.aten.as_strided.default, torch.ops.aten._reshape_alias.default)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<text>[^\n]*)')
 
 
@@ -62,6 +64,19 @@ def storages(node: fx.Node) -> set[int]:
 def mutated_storages(graph: fx.Graph) -> set[int]:
     """All storages that some node of ``graph`` writes."""
     return {key for node in graph.nodes for target in written(node) for key in storages(target)}
+
+
+def is_expanded(node: fx.Node) -> bool:
+    """Whether several elements of ``node`` are one place in memory."""
+    val = node.meta["val"]
+    pairs = zip(val.shape, val.stride(), strict=True) if isinstance(val, Tensor) else ()
+    return any(expression(stride) == 0 and expression(size) != 1 for size, stride in pairs)
+
+
+def pinned_storages(graph: fx.Graph) -> set[int]:
+    """Storages that no other memory can stand for: some node writes them, or names places of them."""
+    named = {key for node in graph.nodes if node.target in LAYOUT_VIEWS for key in storages(node)}
+    return mutated_storages(graph) | named
 
 
 def is_number(node: fx.Node) -> bool:

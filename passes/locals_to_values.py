@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from draftfuse.passes import ir
-from draftfuse.passes.buffers_to_values import LAYOUT_VIEWS, functional_form
+from draftfuse.passes.buffers_to_values import functional_form
 
 aten = torch.ops.aten
 
@@ -50,6 +50,7 @@ class _Locals:
     rewritten: int = 0
 
     def run(self) -> int:
+        ir.eliminate_dead_code(self.graph)  # a view that nobody reads is no reason to keep its memory
         self.convertible = self.find_convertible()
         for node in list(self.graph.nodes):
             if node.op != "call_function" or (ir.is_view(node) and ir.storage(node) in self.convertible):
@@ -165,7 +166,7 @@ def _starts(node: fx.Node) -> bool:
 
 def _is_logical_view(node: fx.Node) -> bool:
     """A view that selects or orders elements, whatever their layout."""
-    return ir.is_view(node) and node.target not in LAYOUT_VIEWS
+    return ir.is_view(node) and node.target not in ir.LAYOUT_VIEWS
 
 
 def _inverse(dims: list[int]) -> list[int]:

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from draftfuse.passes import ir
 from draftfuse.passes.render import canonical
 
+aten = torch.ops.aten
 Register = Callable[[fx.GraphModule, str], OpOverload]
 REFRESH_PHASES = ("slot_mapping", "refresh")
 
@@ -46,10 +47,10 @@ def lower_metadata_refresh(graph: fx.Graph, *, register: Register) -> int:
 
 def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
     found: dict[Any, list[fx.Node]] = {}
-    mutated = ir.mutated_storages(graph)  # an operator of its own writes there: a copy in a row would miss that
+    pinned = ir.pinned_storages(graph)  # a copy in a row would miss what another operator writes there
     for node in graph.nodes:
         ahead = bool(node.meta.get("ahead"))
-        movable = ir.is_pure(node) and not _is_static(node) and ir.storages(node).isdisjoint(mutated)
+        movable = ir.is_pure(node) and not _is_static(node) and ir.storages(node).isdisjoint(pinned)
         if movable and (ahead or ir.phase(node) in REFRESH_PHASES):
             found.setdefault("ahead" if ahead else ir.draft_step(node), []).append(node)
     return list(found.values())
@@ -73,12 +74,13 @@ def _outline(graph: fx.Graph, members: list[fx.Node], register: Register) -> int
     body = _body([*inner, *members], tensors + numbers, results)
     operator = register(body, canonical(body.graph))
     rows = [_row(graph, node) for node in results]
+    views = [_view_of_row(graph, row, node) for row, node in zip(rows, results, strict=True)]
     with graph.inserting_before(_first_outside_user(graph, inside)):
         call = graph.call_function(operator, (tensors, numbers, rows))
     call.meta.update(val=None, body=body, phase="refresh", draft_step=ir.draft_step(members[0]))
     call.meta["stack_trace"] = members[0].meta.get("stack_trace", "")
-    for node, row in zip(results, rows, strict=True):
-        node.replace_all_uses_with(row, delete_user_cb=lambda user: user not in inside)
+    for node, view in zip(results, views, strict=True):
+        node.replace_all_uses_with(view, delete_user_cb=lambda user: user not in inside)
     for node in reversed(members):
         graph.erase_node(node)
     return 1
@@ -132,17 +134,39 @@ def _body(members: list[fx.Node], reads: list[fx.Node], results: list[fx.Node]) 
     for node in members:
         copies[node] = body.node_copy(node, lambda n: copies[n])
         copies[node].meta = {"val": ir.value(node)}
-    body.output(tuple(copies[n] for n in results))
+    body.output(tuple(_in_memory_order(body, copies[n]) for n in results))
     return fx.GraphModule(torch.nn.Module(), body)
 
 
+def _memory_order(node: fx.Node) -> list[int]:
+    """Dimensions of a value from the outermost in memory to the innermost."""
+    hints = [s if isinstance(s, int) else s.node.hint for s in ir.value(node).stride()]
+    return sorted(range(len(hints)), key=lambda dim: -hints[dim])
+
+
+def _in_memory_order(body: fx.Graph, result: fx.Node) -> fx.Node:
+    order = _memory_order(result)
+    if order == sorted(order):
+        return result
+    return ir.call(body, aten.permute.default, (result, order), {}, result)
+
+
+def _view_of_row(graph: fx.Graph, row: fx.Node, node: fx.Node) -> fx.Node:
+    """A row is dense; seen through this, its dimensions lie in the order of ``node``, on which later views may rely."""
+    order = _memory_order(node)
+    if order == sorted(order):
+        return row
+    with graph.inserting_after(ir.placeholders(graph)[-1]):
+        return ir.call(graph, aten.permute.default, (row, [order.index(d) for d in range(len(order))]), {}, node)
+
+
 def _row(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A new owned placeholder for one result: same dtype and shape, dense."""
-    val = ir.value(node)
+    """A new owned placeholder for one result: same dtype and sizes, dense in the order of the result's memory."""
+    val, order = ir.value(node), _memory_order(node)
     with graph.inserting_after(ir.placeholders(graph)[-1]):
         row = graph.placeholder(f"row_{node.name}")
     with val.fake_mode:
-        row.meta["val"] = torch.empty(val.shape, dtype=val.dtype, device=val.device)
+        row.meta["val"] = torch.empty([val.shape[d] for d in order], dtype=val.dtype, device=val.device)
     step = ir.draft_step(node)
     row.meta.update(owned=True, path=f"draftfuse.rows[{step}].{node.name}")
     ir.copy_meta(row, node)

@@ -57,7 +57,7 @@ def _is_static(node: fx.Node) -> bool:
 
 def _independent(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
     """Nodes known before the loop, and nodes that can be computed from them alone."""
-    mutated = ir.mutated_storages(graph)
+    pinned = ir.pinned_storages(graph)
     written: set[int] = set()
     known = set(ir.placeholders(graph))
     static: set[fx.Node] = set()
@@ -66,7 +66,7 @@ def _independent(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
         if _is_static(node) and known.issuperset(node.all_input_nodes):
             static.add(node)
             known.add(node)
-        elif ir.storages(node).isdisjoint(mutated) and _may_move(node, known, written):
+        elif ir.storages(node).isdisjoint(pinned) and _may_move(node, known, written):
             chosen.add(node)
             known.add(node)
         written |= {key for target in ir.written(node) for key in ir.storages(target)}

@@ -48,9 +48,10 @@ def _makes_value(graph: fx.Graph, name: str) -> bool:
 
 def _rows(graph: fx.Graph) -> str | None:
     for row in (p for p in ir.placeholders(graph) if p.meta.get("owned")):
-        users = [n for n in graph.nodes if row in n.all_input_nodes]
+        key = ir.storage(row)
+        users = [n for n in graph.nodes if any(ir.storage(a) == key for a in n.all_input_nodes) and not ir.is_alias(n)]
         if not users or row not in ir.written(users[0]):
             return f"{row.name} is read before it is written"
-        if sum(row in ir.written(n) for n in users) != 1:
+        if sum(ir.storage(t) == key for n in users for t in ir.written(n)) != 1:
             return f"{row.name} is written more than once"
     return None

@@ -37,7 +37,9 @@ def say(text: str) -> None:
 
 def bench(
     device: Annotated[str, typer.Option(help="cuda or cpu; what is there by default")] = "",
-    cells: Annotated[list[str] | None, typer.Option(help="eagle-a, 'eagle-*/r1/k8/*', ...; repeat for more")] = None,
+    cells: Annotated[
+        list[str] | None, typer.Option(help="eagle-a, 'eagle-*/r1/k8/*', ...; commas or repeats for more")
+    ] = None,
     modes: Annotated[str, typer.Option(help="comma-separated")] = ",".join(DEFAULT_MODES),
     attention: Annotated[str, typer.Option(help=" or ".join(BACKENDS))] = "triton",
     repeats: Annotated[int, typer.Option(help="timed runs of each mode in each cell")] = REPEATS,
@@ -64,7 +66,7 @@ def bench(
         measured = run_tiny(out)
         print(json.dumps(measured, indent=1)) if as_json else Console().print(tiny_table(measured["tiny"]))
         return
-    chosen = select(all_cells(target), cells or [])
+    chosen = select(all_cells(target), [p for text in cells or [] for p in text.split(",")])
     names = [name for name in SPECULATORS if any(c.speculator == name for c in chosen)]
     folder = out or Path(tempfile.mkdtemp(prefix="draftfuse-bench-"))
     paths = [folder / f"{'compile' if compile_time else 'bench'}-{name}-{device_slug(target)}.json" for name in names]

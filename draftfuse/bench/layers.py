@@ -83,7 +83,8 @@ class Experts:
 class ExpertLayer(BenchLayer):
     """A decoder layer whose MLP is a shared expert and a few of many routed ones, as grouped products.
 
-    Rows are sorted by expert on the device, so nothing syncs; experts without a row are not read.
+    Rows are sorted by expert on the device, so nothing syncs; experts without a row are not read. Routed experts are
+    bfloat16 whatever the rest is: the grouped product takes nothing else.
     """
 
     def __init__(
@@ -93,10 +94,8 @@ class ExpertLayer(BenchLayer):
         hidden, width = config.hidden_size, experts.width
         self.experts, self.router = experts, make.weight(experts.count, hidden)
         always = make.num_bytes
-        self.into, self.out_of = (
-            make.weight(experts.count, 2 * width, hidden),
-            make.weight(experts.count, hidden, width),
-        )
+        self.into = make.weight(experts.count, 2 * width, hidden).bfloat16()
+        self.out_of = make.weight(experts.count, hidden, width).bfloat16()
         self.expert_bytes = (make.num_bytes - always) / experts.count
         make.num_bytes = always
 
@@ -111,7 +110,8 @@ class ExpertLayer(BenchLayer):
         order = ids.argsort()
         numbers = torch.arange(self.experts.count, device=x.device)
         ends = torch.searchsorted(ids[order], numbers, right=True).to(torch.int32)
-        gate, up = F.grouped_mm(x[order // self.experts.active], self.into.mT, offs=ends).chunk(2, dim=-1)
+        rows = x.bfloat16()[order // self.experts.active]
+        gate, up = F.grouped_mm(rows, self.into.mT, offs=ends).chunk(2, dim=-1)
         each = F.grouped_mm(F.silu(gate) * up, self.out_of.mT, offs=ends)[order.argsort()]
-        weighted: Tensor = each.view(x.shape[0], self.experts.active, -1) * share.unsqueeze(-1).to(x.dtype)
-        return weighted.sum(1)
+        weighted = each.view(x.shape[0], self.experts.active, -1) * share.unsqueeze(-1)
+        return weighted.sum(1).to(x.dtype)

@@ -19,7 +19,7 @@ Run = Callable[[], object]
 REPEATS, WARMUPS = 60, 5
 WAIT_CYCLES = 120_000  # about 60 us
 GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
-KERNEL_LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+KERNEL_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")
 COPIES = ("Memcpy", "Memset")
 
 
@@ -129,8 +129,8 @@ def summarise(events: Any, top: int = 12) -> Profile:
     found, times, counts = Profile(), Counter[str](), Counter[str]()
     for event in events:
         if str(event.device_type) != "DeviceType.CUDA":
-            found.graph_launches += event.name in GRAPH_LAUNCHES
-            found.kernel_launches += event.name in KERNEL_LAUNCHES
+            found.graph_launches += event.name.startswith(GRAPH_LAUNCHES)
+            found.kernel_launches += event.name.startswith(KERNEL_LAUNCHES)
             continue
         is_copy = event.name.startswith(COPIES)
         found.copies += is_copy

@@ -12,12 +12,6 @@ from draftfuse.bench.speculators import BenchSpeculator
 from draftfuse.bench.workload import Workload
 
 
-def pool_bytes(pool: Any) -> int:
-    """Bytes of device memory that a graph pool holds."""
-    snapshot = torch.cuda.memory_snapshot(pool, include_traces=False)  # type: ignore[no-untyped-call]
-    return sum(segment["total_size"] for segment in snapshot)
-
-
 def grow_kv(spec: BenchSpeculator, num_bytes: int) -> int:
     """Give the one layer of ``spec`` KV pools of ``num_bytes`` together, the old pages first; returns their bytes."""
     caches = spec.kv_caches()

@@ -40,12 +40,12 @@ def first_batch(limits: Limits, requests: int) -> DraftBatch:
 
 def measure_tiny(ks: Sequence[int], requests: int, say: Say) -> list[dict[str, Any]]:
     """One record a k: milliseconds of draft steps 1..k-1, eager and compiled, and whether they draft the same."""
-    limits = Limits(num_speculative_tokens=max(ks), max_num_reqs=requests, max_model_len=256)
+    limits = Limits(max(ks), requests, max_model_len=256, max_num_tokens=requests * PROMPT)
     with torch.no_grad():
         batch = first_batch(limits, requests)
         head = EagleSpeculator.from_packaged(limits)
         fused = draftfuse.compile(head, request_capacities=[requests])
-        load_batch(head, batch)
+        load_batch(head, batch, batch.num_reqs, batch.num_tokens // batch.num_reqs)
         loop.prefill(head, batch.num_reqs, batch.num_tokens, batch.num_tokens, batch.max_seq_len)
         start = Saved(persistent_tensors(head))
         records = []

@@ -79,11 +79,11 @@ def watched(name: str, build: Callable[[], Any]) -> Kind:
     return Kind(name, "derived", "its build, recorded at every step")
 
 
-class HostWatch(TorchDispatchMode):
+class HostWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operators that carry data between host and device."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

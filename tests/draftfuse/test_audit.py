@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import draftfuse
-from draftfuse import CommonMetadata, audit, python_state
+from draftfuse import CommonMetadata, python_state, tapped
 from draftfuse.build import passes_for
 from draftfuse.passes import ir
 from tests.failures.small import Small, WindowBuilder, WindowMetadata, three_rows
@@ -84,20 +84,14 @@ def test_a_wrong_pass_shows_at_the_step_that_it_spoils(monkeypatch: pytest.Monke
                 user.replace_input_with(second, first)
         return 1
 
-    def spoiled(traced: Any, keep_taps: bool = False) -> Any:
-        return (freeze, *passes_for(traced, keep_taps))
+    def spoiled(*args: Any, **kwargs: Any) -> Any:
+        return (freeze, *passes_for(*args, **kwargs))
 
-    monkeypatch.setattr(audit, "passes_for", spoiled)
+    monkeypatch.setattr(tapped, "passes_for", spoiled)
     fused = audited(WindowBuilder())
     first = fused.audit(three_rows(fused.spec)).first
     assert first is not None
     assert (first.step, first.phase, first.tensor) == (2, "sample", "tokens")
-
-
-class Skipping(Small):
-    """Leaves the last row out of what the loop has to write; eager and compiled alike, so only poison can show it."""
-
-    stale: bool = True
 
 
 def test_frozen_values_show_when_inputs_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Class 1: a window start that stays that of step 1. Derived fields are refreshed at every step; the audit names one that is not."""
+"""Class 1: a window start that stays that of step 1. Derived fields are refreshed at every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Class 5: seed and offset by value repeat at every replay. Seeds are tensors; baked generator state is a lint error."""
+"""Class 5: seed and offset by value repeat at every replay. Seeds are tensors; baked state is an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 import draftfuse
 from draftfuse import DraftBatch, ops
 from draftfuse.errors import UnsafeLoopError
-from tests.failures.small import V, Small, both, three_rows
+from tests.failures.small import Small, V, both, three_rows
 
 LIBRARY = torch.library.Library("class05", "FRAGMENT")
 LIBRARY.define("draw(Tensor logits, int philox_seed, int philox_offset) -> Tensor")
@@ -23,7 +23,9 @@ class Keyed(Small):
     def sample(self, hidden: Tensor, step: int) -> Tensor:
         rows = hidden.shape[0]
         inputs = self.inputs
-        return ops.gumbel_sample(hidden @ self.embed.t(), inputs.temperature[:rows], inputs.seeds[:rows], inputs.positions[:rows])
+        return ops.gumbel_sample(
+            hidden @ self.embed.t(), inputs.temperature[:rows], inputs.seeds[:rows], inputs.positions[:rows]
+        )
 
 
 class ByValue(Small):

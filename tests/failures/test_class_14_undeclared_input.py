@@ -1,4 +1,4 @@
-"""Class 14: an input that is no graph input is ignored by replays. It is refused, or guarded where it is None at first."""
+"""Class 14: an input that is no graph input is ignored by replays. It is refused, or guarded while it is None."""
 
 from __future__ import annotations
 

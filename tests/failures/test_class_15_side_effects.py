@@ -1,4 +1,4 @@
-"""Class 15: counters in the loop crash or freeze. A Python counter is reported; a tensor counter counts at every replay."""
+"""Class 15: counters in the loop crash or freeze. A Python counter is reported; a tensor counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Class 25: a sparse-index cache filled in forward is reused from step 1. It is declared with an invalidation, or found."""
+"""Class 25: a sparse-index cache filled in forward is reused from step 1. It is declared, or found."""
 
 from __future__ import annotations
 

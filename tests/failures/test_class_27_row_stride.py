@@ -1,4 +1,4 @@
-"""Class 27: a consumer keeps the row stride of capture while the builder packs by batch. Layout is part of the signature."""
+"""Class 27: a consumer keeps the row stride of capture while the builder packs by batch. Layout is guarded."""
 
 from __future__ import annotations
 

@@ -62,7 +62,9 @@ def draw(seed: int) -> Program:
         memory=r.choice(MEMORIES),
         local_writes=r.random() < 0.3,
         weights=r.randint(0, 1000),
-        batches=tuple(tuple(_length(r, least, context) for _ in range(r.randint(1, rows))) for _ in range(r.randint(1, 3))),
+        batches=tuple(
+            tuple(_length(r, least, context) for _ in range(r.randint(1, rows))) for _ in range(r.randint(1, 3))
+        ),
         rejected=tuple(r.randint(0, min(2, k)) for _ in range(r.randint(1, 3))),
         ks=tuple(r.randint(1, k) for _ in range(r.randint(1, 2))),
         uniform=uniform,
@@ -96,6 +98,9 @@ def smaller(program: Program) -> Iterator[Program]:
         if field.name == "batches":
             rows = [b for b in value if len(b) > 1]
             yield from (_changed(program, "batches", tuple(b[:-1] if b is c else b for b in value)) for c in rows)
+            plain_lengths = tuple((simplest[0][0],) * len(b) for b in value)
+            if not program.uniform and plain_lengths != value:
+                yield _changed(program, "batches", plain_lengths)
         elif value != simplest:
             yield _changed(program, field.name, simplest)
             if isinstance(value, int) and not isinstance(value, bool) and value - 1 > simplest:

@@ -39,10 +39,16 @@ def main() -> None:
             if found is not None:
                 failed += 1
                 small = shrink(draw(seed), lambda p: outcome(p, given.compiler) is not None)
-                print(f"seed {seed}: {found}\n  shrunk: {small}\n  shrunk fault: {outcome(small, given.compiler)}", file=log, flush=True)
+                print(
+                    f"seed {seed}: {found}\n  shrunk: {small}\n  shrunk fault: {outcome(small, given.compiler)}",
+                    file=log,
+                    flush=True,
+                )
             if done % 50 == 0 or done == given.count:
                 rate = (time.time() - begin) / done
-                print(f"{done} programs from seed {given.start}, {failed} failed, {rate:.2f} s each", file=log, flush=True)
+                print(
+                    f"{done} programs from seed {given.start}, {failed} failed, {rate:.2f} s each", file=log, flush=True
+                )
 
 
 if __name__ == "__main__":

@@ -52,7 +52,9 @@ class Fuzzed:
         p = self.program
         table = torch.arange((p.rows + 1) * columns, dtype=torch.int32).view(p.rows + 1, columns) + 1
         slots = torch.full((self.inputs.positions.shape[0],), -1, dtype=torch.int64)
-        return AttentionGroup(KINDS[p.builders[index]](p.windows[index], p.rows), table, slots, p.page, (f"layer{index}",))
+        return AttentionGroup(
+            KINDS[p.builders[index]](p.windows[index], p.rows), table, slots, p.page, (f"layer{index}",)
+        )
 
     def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         x = self.embed[inputs.input_ids] + inputs.hidden_states * 0.3 + self.place[inputs.positions]
@@ -168,7 +170,9 @@ def _state_mismatch(spec: Fuzzed, twin: Fuzzed, rows: int, exact: bool) -> str |
     for path, tensor in python_state.of_speculator(spec, wide=False).tensors.items():
         other, live = others[path], tensor[:rows] if path.startswith("spec.inputs") else tensor
         other = other[:rows] if path.startswith("spec.inputs") else other
-        same = torch.equal(live, other) if exact else torch.allclose(live.double(), other.double(), rtol=1e-3, atol=1e-3)
+        same = (
+            torch.equal(live, other) if exact else torch.allclose(live.double(), other.double(), rtol=1e-3, atol=1e-3)
+        )
         if not same:
             return f"{path} differs: {live.flatten()[:8].tolist()}, eager {other.flatten()[:8].tolist()}"
     return None

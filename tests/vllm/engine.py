@@ -1,7 +1,8 @@
 """One real vLLM engine on a tiny random model, in a process of its own: prints one JSON line with what it drafted.
 
-Usage: ``engine.py '{"method": "eagle3", "k": 3, "config": {...}, "requests": 3}'``. ``config`` is the compilation
-configuration, ``cli`` takes it through vLLM's command-line parser instead.
+Usage: ``engine.py '{"method": "eagle3", "k": 3, "runs": ["as is", "split", "control"]}'``. ``cli`` is a compilation
+configuration that goes through vLLM's command-line parser. Runs: *as is*; *split*, vLLM's own loop in the same engine;
+*control*, the fused loop with its refresh switched off.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +75,7 @@ def engine_options(root: Path) -> dict[str, Any]:
         "enforce_eager": ASK.get("eager", True),
         "seed": 0,
         "disable_log_stats": True,
+        "enable_prefix_caching": False,
         "speculative_config": {**speculative, **ASK.get("speculative", {})},
     }
 
@@ -109,33 +113,82 @@ def llm_from_command_line(options: dict[str, Any]) -> Any:
     return LLM(**options, compilation_config=parsed.compilation_config)
 
 
-def scale_weights(llm: Any) -> None:
-    """Random weights of a size at which drafts vary; vLLM's dummy weights draft one token for ever."""
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    draft = runner.speculator.model if V2 else runner.drafter.model
-    generator = torch.Generator().manual_seed(0)
-    with torch.inference_mode():
-        for model in (runner.get_model(), draft):
-            for parameter in (p for p in model.parameters() if p.is_floating_point()):
-                if parameter.dim() >= 2:
-                    parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
-                else:
-                    parameter.fill_(1)
+def vary_weights() -> None:
+    """Random weights of a size at which drafts vary and depend on what attention reads.
+
+    vLLM's dummy weights are almost zero, and on the CPU they are packed as soon as they are loaded: so it is the
+    function that makes them which is replaced.
+    """
+    from vllm.model_executor.model_loader import dummy_loader
+
+    def initialize(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and parameter.dim() >= 2:
+                size = 4.0 if "qkv_proj" in name or "o_proj" in name else 1.0
+                parameter.data.normal_(0, size * parameter.shape[-1] ** -0.5, generator=generator)
+            elif parameter.is_floating_point():
+                parameter.data.fill_(1)
+
+    dummy_loader.initialize_dummy_weights = initialize
+
+
+def runner_of(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
 def watch(drafts: list[torch.Tensor], llm: Any) -> None:
     """Keep what every proposal returned."""
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     if not V2:
         return
-    propose = runner.speculator.propose
+    speculator = runner_of(llm).speculator
+    propose = speculator.propose
 
     def kept(*args: Any, **kwargs: Any) -> Any:
         result = propose(*args, **kwargs)
         drafts.append(result.clone())
         return result
 
-    runner.speculator.propose = kept
+    speculator.propose = kept
+
+
+@contextmanager
+def running(name: str, llm: Any) -> Iterator[None]:
+    """Switch the loop of a live engine for one run."""
+    from draftfuse.vllm import record
+
+    if name == "as is":
+        yield
+        return
+    speculator = runner_of(llm).speculator
+    before = record.build, record.update_slots, speculator._draftfuse_plan.fused
+    if name == "split":
+        speculator._draftfuse_plan.fused = speculator.supports_decode_metadata_update = False
+    else:
+        record.build, record.update_slots = without_refresh(record.build, record.update_slots)
+    yield
+    record.build, record.update_slots, fused = before
+    speculator._draftfuse_plan.fused = speculator.supports_decode_metadata_update = fused
+
+
+def without_refresh(build: Callable[..., Any], update_slots: Callable[..., Any]) -> tuple[Any, Any]:
+    """The control: slots and metadata of step 1 for the whole loop."""
+    held: dict[str, Any] = {}
+
+    def stale_slots(*args: Any) -> Any:
+        if "slots" not in held:
+            held["slots"] = update_slots(*args)
+        return held["slots"]
+
+    def stale_build(spec: Any, release: Any, rows: int, tokens: int, step: int, bound: Any = None) -> Any:
+        if "metadata" not in held:
+            held["metadata"] = build(spec, release, rows, tokens, step, bound)
+        metadata = held["metadata"]
+        if step == spec.num_speculative_steps - 1:
+            held.clear()
+        return metadata
+
+    return stale_build, stale_slots
 
 
 def count_markers(found: list[int]) -> None:
@@ -176,17 +229,22 @@ def main() -> None:
     make_models(root)
     markers: list[int] = []
     count_markers(markers)
+    vary_weights()
     llm = make_llm(root)
-    scale_weights(llm)
     drafts: list[torch.Tensor] = []
     watch(drafts, llm)
-    outputs = generate(llm)
-    flat = [d.tolist() for d in drafts]
-    told = explain(llm) if "draftfuse" in os.environ.get("VLLM_PLUGINS", "draftfuse") else ""
-    distinct = len({token for batch in flat for row in batch for token in row})
-    report = {"drafted": sha(flat), "proposals": len(flat), "distinct": distinct, "outputs": sha(outputs), "told": told}
-    report["markers"] = markers
+    report: dict[str, Any] = {"runs": [one_run(name, llm, drafts) for name in ASK.get("runs", ["as is"])]}
+    report.update(told=explain(llm), markers=markers)
     print("RESULT " + json.dumps(report), flush=True)
+
+
+def one_run(name: str, llm: Any, drafts: list[torch.Tensor]) -> dict[str, Any]:
+    drafts.clear()
+    with running(name, llm):
+        outputs = generate(llm)
+    flat = [d.tolist() for d in drafts]
+    distinct = len({token for batch in flat for row in batch for token in row})
+    return {"drafted": sha(flat), "proposals": len(flat), "distinct": distinct, "outputs": sha(outputs)}
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ class Configuration(NamedTuple):
     dtype: torch.dtype
 
 
-_LENGTHS: dict[Configuration, int] = {}
+_LENGTHS: dict[Configuration, int] = {}  # what was asked of the library so far; begun anew when it gets long
+_MAX_LENGTHS = 4096
 
 
 def schedule_capacity(max_num_reqs: int) -> int:
@@ -69,6 +70,8 @@ def vendor_plan(config: Configuration, seq_lens: Tensor, query_start_loc: Tensor
             "num_splits": config.num_splits,
         },
     )
+    if len(_LENGTHS) >= _MAX_LENGTHS:
+        _LENGTHS.clear()
     _LENGTHS[config] = plan.numel()
     return plan
 

@@ -16,7 +16,9 @@ from draftfuse.lowering.backends.dcp import local_lengths
 from draftfuse.ops import write_kv
 from draftfuse.speculator import AttentionGroup
 from tests.lowering.backends.rows import make
-from tests.lowering.backends.support import LENS, PAGE, SCALE, Fused, Layer, Toy, differences, load, record_rebuild
+from tests.lowering.backends.support import LENS, SMALL, Fused, Layer, Toy, differences, load, record_rebuild
+
+PAGE, SCALE = SMALL.page, SMALL.size**-0.5
 
 
 class Ranks(Toy):

@@ -17,7 +17,7 @@ from draftfuse.lowering.generated import NAMESPACE, register_refresh
 from draftfuse.passes import ir
 from draftfuse.speculator import CommonMetadata, Guard
 from draftfuse.trace import trace
-from tests.lowering.backends.rows import ROWS, make, planned_layer, static_layer
+from tests.lowering.backends.rows import layer_of, make, planned_layer, static_layer
 from tests.lowering.backends.support import (
     LENS,
     STEPS,
@@ -112,7 +112,7 @@ def test_planner_free_equals_paged_attention() -> None:
 
 
 def test_one_unsupported_group_sends_the_loop_to_split() -> None:
-    spec = Toy([Layer(*_row("sparse_swa")), Layer(b.PlannedFlashInferBuilder(), planned_layer)])
+    spec = Toy([layer_of("sparse_swa"), Layer(b.PlannedFlashInferBuilder(), planned_layer)])
     expected, fused = expected_tokens(spec), compiled(spec)
     assert fused_tokens(fused) == expected
     assert "attn_groups[1] (PlannedFlashInferBuilder)" in fused.report.fallbacks[0].reason
@@ -124,11 +124,6 @@ def test_unsupported_group_is_refused_where_fused_is_asked_for() -> None:
     load(spec, LENS, 6)
     with pytest.raises(NotFusableError, match="PlannedFlashInferBuilder"):
         compiled(spec, mode="fused").decode(len(LENS))
-
-
-def _row(name: str) -> tuple[Any, Any]:
-    builder, attend = ROWS[name]
-    return builder(), attend
 
 
 class UntraceableBuilder(b.PagedBuilder):

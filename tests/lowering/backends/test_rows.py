@@ -10,7 +10,7 @@ import draftfuse
 from tests.lowering.backends.rows import ROWS, make
 from tests.lowering.backends.support import (
     LENS,
-    MAX_LEN,
+    SMALL,
     STEPS,
     Fused,
     differences,
@@ -20,7 +20,7 @@ from tests.lowering.backends.support import (
 )
 
 NAMES = list(ROWS)
-BATCHES = {"ragged": LENS, "one": [1], "all": [5, 4, 12, 7, 2, 6], "limit": [MAX_LEN - 1, 9]}
+BATCHES = {"ragged": LENS, "one": [1], "all": [5, 4, 12, 7, 2, 6], "limit": [SMALL.max_len - 1, 9]}
 
 
 @cache

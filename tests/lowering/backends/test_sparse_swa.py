@@ -13,11 +13,13 @@ from draftfuse.loop import common_metadata, update_slot_mapping
 from draftfuse.lowering.backends.sparse_swa import TileScheduler
 from draftfuse.ops import paged_attention
 from draftfuse.speculator import AttentionGroup, CommonMetadata
-from tests.lowering.backends.rows import TOKENS, WINDOW, make
+from tests.lowering.backends.rows import WINDOW, make
 from tests.lowering.backends.support import (
     LENS,
+    SMALL,
     Fused,
     Layer,
+    Sizes,
     Toy,
     differences,
     paged_layer,
@@ -28,13 +30,13 @@ from tests.lowering.backends.support import (
 PAGE, WIDTH, BLOCK = 64, 64, 3
 BUILDERS = {
     "derived": lambda: b.SparseSwaBuilder(32, WIDTH),
-    "registered": lambda: b.RegisteredSparseSwaBuilder(32, TOKENS, WIDTH),
+    "registered": lambda: b.RegisteredSparseSwaBuilder(32, SMALL.max_tokens, WIDTH),
 }
 
 
 def example(builder: Any) -> Toy:
     """One page of 64 slots, block 3, for row 0."""
-    spec = Toy([Layer(builder, paged_layer(b.attend_sparse_swa), page_size=PAGE)], max_len=PAGE)
+    spec = Toy([Layer(builder, paged_layer(b.attend_sparse_swa))], Sizes(page=PAGE, max_len=PAGE))
     spec.attn_groups[0].block_table.fill_(0)
     spec.attn_groups[0].block_table[0] = BLOCK
     return spec
@@ -103,7 +105,9 @@ def windows_by_hand() -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("builder", [b.SparseSwaBuilder(WINDOW), b.RegisteredSparseSwaBuilder(WINDOW, TOKENS)])
+@pytest.mark.parametrize(
+    "builder", [b.SparseSwaBuilder(WINDOW), b.RegisteredSparseSwaBuilder(WINDOW, SMALL.max_tokens)]
+)
 def test_prefill_windows(builder: Any) -> None:
     metadata = builder.build(RAGGED)
     rows = [r[r >= 0].tolist() for r in metadata.swa_indices]
@@ -132,7 +136,7 @@ def test_attention_equals_a_sliding_window() -> None:
 
 
 def test_each_step_has_its_own_scheduler_and_cache() -> None:
-    builder = b.RegisteredSparseSwaBuilder(WINDOW, TOKENS)
+    builder = b.RegisteredSparseSwaBuilder(WINDOW, SMALL.max_tokens)
     metadata = builder.build(RAGGED)
     first = metadata.tile_scheduler
     b.attend_sparse_swa(torch.randn(10, 4, 16), *torch.randn(2, 60, 4, 2, 16), metadata, 0.25)
@@ -155,7 +159,7 @@ def test_forgotten_invalidation_shows() -> None:
                 raise AttributeError(name)
             return super().__getattribute__(name)
 
-    spec = Toy([Layer(Forgetful(WINDOW, TOKENS), paged_layer(b.attend_sparse_swa))])
+    spec = Toy([Layer(Forgetful(WINDOW, SMALL.max_tokens), paged_layer(b.attend_sparse_swa))])
     expected = record_rebuild(make("sparse_swa_registered"), LENS, 6)
     found = {name for name, _ in differences(expected, record_rebuild(spec, LENS, 6), "metadata")}
     assert found == {"group0.metadata.tile_scheduler.tiles", "group0.metadata.index_cache.indices"}

@@ -1,0 +1,61 @@
+"""The lint at the first build: errors stop it, warnings go to the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from draftfuse.dispatch import Descriptor
+from draftfuse.errors import UnsafeLoopError
+from draftfuse.lint import of_graph, probe
+from draftfuse.passes.findings import Finding, merged
+from draftfuse.state import Saved, fill_dummy, persistent_tensors
+from draftfuse.trace import Trace
+
+
+def raise_errors(findings: list[Finding]) -> None:
+    """Raise :class:`UnsafeLoopError` for the first error, naming the others."""
+    errors = [f for f in findings if f.is_error]
+    if not errors:
+        return
+    first = errors[0]
+    others = "".join(f"\n  also {f}" for f in errors[1:6])
+    error = UnsafeLoopError(
+        "the draft loop cannot be captured safely",
+        f"[{first.name}] {first.text}",
+        "none",
+        first.todo + others,
+        first.source,
+    )
+    error.finding, error.in_builder = first, all(f.phase in ("slot_mapping", "refresh") for f in errors)
+    raise error
+
+
+@dataclass
+class Inspector:
+    """The lint of one compiled loop: :meth:`before` anything is traced, :meth:`after` each trace."""
+
+    spec: Any
+    findings: list[Any]
+    probed: bool = False
+
+    def before(self, descriptor: Descriptor) -> None:
+        """Run the decode loop once, eagerly, on the dead rows that the inputs hold."""
+        if not self.probed and descriptor.num_steps > 1:
+            self.probed = True
+            kept = Saved(persistent_tensors(self.spec))
+            fill_dummy(self.spec, descriptor.num_reqs)
+            try:
+                self.finish(probe(self.spec, descriptor.num_reqs, 2))
+            finally:
+                kept.restore()
+
+    def after(self, traced: Trace) -> None:
+        """Look at a traced graph."""
+        self.finish(of_graph(self.spec, traced))
+
+    def finish(self, findings: list[Finding]) -> None:
+        """Record what was found, and raise for errors."""
+        found = merged(findings)
+        self.findings += [f for f in found if f not in self.findings]
+        raise_errors(found)

@@ -1,0 +1,92 @@
+"""Choose by measurement: the tile of a small linear layer, or the vendor's product, for one shape on this machine.
+
+Times are taken inside a CUDA graph, on weights rotated through more memory than the L2 holds, so that they are those of
+a draft step and not of a warm cache. Choices are kept on disk by device and versions; several processes may write at
+once (each replaces the file whole).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROTATED_BYTES = 160 << 20  # more than twice the L2 of a Hopper GPU
+CALLS, REPEATS = 12, 7
+VENDOR = "vendor"
+
+
+def choose(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether draftfuse's own kernel serves one row of [outputs, inputs] best; sets its tile."""
+    from draftfuse.lowering.ops._small_linear_triton import TILES, Tile
+
+    known, key = _load(device), f"{outputs}x{inputs}x{dtype}"
+    if key not in known:
+        known = _load(device) | {key: measure(outputs, inputs, dtype, device)}
+        _save(device, known)
+    best = known[key]
+    if best == VENDOR:
+        return False
+    TILES[outputs, inputs] = Tile(*best)
+    return True
+
+
+def measure(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> str | list[int]:
+    """The fastest candidate: a tile, or ``"vendor"``."""
+    from draftfuse.lowering.ops._small_linear_triton import CANDIDATES, launch
+
+    size = outputs * inputs * dtype.itemsize
+    weights = [torch.randn(outputs, inputs, device=device, dtype=dtype) for _ in range(max(2, ROTATED_BYTES // size))]
+    x = torch.randn(1, inputs, device=device, dtype=dtype)
+    times: dict[str | tuple[int, ...], float] = {VENDOR: graph_time(lambda w: F.linear(x, w), weights)}
+    for tile in CANDIDATES:
+        times[tile] = graph_time(lambda w, tile=tile: launch(x, w, None, 0.0, False, None, tile), weights)
+    best = min(times, key=lambda name: times[name])
+    return best if isinstance(best, str) else list(best)
+
+
+def graph_time(call: Callable[[Tensor], object], weights: Sequence[Tensor]) -> float:
+    """Milliseconds of one call, the median of several replays of a graph of calls on different weights."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(weights[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(CALLS):
+            call(weights[i % len(weights)])
+    samples = []
+    for _ in range(REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) / CALLS)
+    return float(median(samples))
+
+
+def _file(device: torch.device) -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    name = torch.cuda.get_device_name(device).replace(" ", "-")
+    return Path(cache_dir()) / "draftfuse" / f"small-linear-{name}-{torch.__version__}-{torch.version.cuda}.json"
+
+
+def _load(device: torch.device) -> dict[str, str | list[int]]:
+    file = _file(device)
+    found: dict[str, str | list[int]] = json.loads(file.read_text()) if file.exists() else {}
+    return found
+
+
+def _save(device: torch.device, known: dict[str, str | list[int]]) -> None:
+    file = _file(device)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(f".{id(known)}")
+    temporary.write_text(json.dumps(known, sort_keys=True))
+    temporary.replace(file)

@@ -1,0 +1,106 @@
+"""The commands lint, audit and bisect: exit codes, JSON, and a reproduction that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import draftfuse
+from draftfuse import bisect as bisect_module
+from draftfuse import tapped
+from draftfuse.bisect import bisect, write_reproduction
+from draftfuse.build import passes_for
+from draftfuse.cli import app
+from draftfuse.errors import InvalidOptionError
+from draftfuse.loading import load
+from draftfuse.passes import ir, name_of
+from tests.failures.small import Small
+
+RIGHT, WRONG = "tests.draftfuse.test_safety_cli:right", "tests.draftfuse.test_safety_cli:random"
+
+
+def right() -> Small:
+    return Small(k=2)
+
+
+def random() -> Any:
+    from tests.failures.test_class_05_sampling_repeats import Multinomial
+
+    return Multinomial(k=2)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_lint_exits_with_one_on_errors() -> None:
+    assert run("lint", RIGHT).exit_code == 0
+    result = run("lint", WRONG, "--json")
+    assert result.exit_code == 1
+    assert [f["name"] for f in json.loads(result.stdout)] == ["baked-rng"]
+
+
+def test_audit_prints_json() -> None:
+    result = run("audit", RIGHT, "--steps", "2", "--compiler", "none", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["ok"] is True
+
+
+@pytest.mark.parametrize("target", ["nowhere:right", "tests.draftfuse.test_safety_cli:nothing", "tests"])
+def test_a_bad_target_is_named(target: str) -> None:
+    with pytest.raises(InvalidOptionError, match="module:factory"):
+        bisect_module.bisect(lambda: load(target), "none")
+
+
+@pytest.mark.slow
+def test_bisect_names_the_pass_and_writes_a_reproduction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftfuse import build
+
+    def hoist_invariants(graph: Any) -> int:
+        """A pass gone wrong: what the tap of the second step's metadata marks is that of the first."""
+        taps = [n for n in graph.nodes if ir.is_tap(n) and n.args[1] == "group0.metadata.start"]
+        if len(taps) > 1:
+            taps[1].replace_input_with(taps[1].args[0], taps[0].args[0])
+        return 1
+
+    def spoiled(*args: Any, **kwargs: Any) -> Any:
+        return tuple(hoist_invariants if name_of(p) == "hoist_invariants" else p for p in passes_for(*args, **kwargs))
+
+    monkeypatch.setattr(tapped, "passes_for", spoiled)
+    monkeypatch.setattr(build, "passes_for", spoiled)
+    verdict = bisect(lambda: Small(k=3), "none")
+    assert verdict.culprit == "hoist_invariants", str(verdict)
+    assert verdict.trials[0].report.first is not None
+    write_reproduction(tmp_path / "show.py", RIGHT, verdict)
+    text = (tmp_path / "show.py").read_text()
+    assert "hoist_invariants" in text
+    monkeypatch.undo()
+    shown = subprocess.run(
+        [sys.executable, str(tmp_path / "show.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    )
+    assert "tensors compared" in shown.stdout, shown.stderr
+
+
+def test_bisect_of_a_right_loop_finds_nothing() -> None:
+    verdict = bisect(right, "none")
+    assert verdict.culprit is None
+    assert len(verdict.trials) == 1
+
+
+def test_the_switch_runs_everything_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTFUSE_DISABLE", "1")
+    fused = draftfuse.compile(Small(k=2), compiler="none")
+    fused.decode(2)
+    assert fused.report.builds == []
+    assert fused.report.counters["eager steps"] == 1
