@@ -34,7 +34,9 @@ def _keep_within_budget(fused: FusedDraft, newest: Descriptor) -> None:
         return
     if newest.num_reqs == min(fused.ladder.capacities):
         todo = "Raise graph_memory_budget, or compile with smaller request_capacities."
-        raise InvalidOptionError("graph_memory_budget is too small for the smallest capacity", budget, f">= {used}", todo)
+        raise InvalidOptionError(
+            "graph_memory_budget is too small for the smallest capacity", budget, f">= {used}", todo
+        )
     fused.ladder.capacities.remove(newest.num_reqs)
     for descriptor in [d for d in fused.runners.made if d.num_reqs == newest.num_reqs]:
         del fused.runners.made[descriptor]

@@ -38,7 +38,11 @@ class Settings:
 
 
 def build(
-    function: Callable[..., None], args: tuple[Any, ...], descriptor: Descriptor, num_reqs: int | None, settings: Settings
+    function: Callable[..., None],
+    args: tuple[Any, ...],
+    descriptor: Descriptor,
+    num_reqs: int | None,
+    settings: Settings,
 ) -> tuple[Emission, BuildReport]:
     """Build ``function(*args)`` for ``num_reqs`` rows; None makes the argument ``num_reqs`` the one size symbol.
 
@@ -92,7 +96,13 @@ def passes_for(traced: Trace, keep_taps: bool = False, small: passes.Applies = n
 
 
 def report_on(
-    emission: Emission, k: int, num_reqs: int | None, done: list[passes.PassReport], trace_seconds: float, kind: str, settings: Settings
+    emission: Emission,
+    k: int,
+    num_reqs: int | None,
+    done: list[passes.PassReport],
+    trace_seconds: float,
+    kind: str,
+    settings: Settings,
 ) -> BuildReport:
     """What a build came to."""
     items = emission.program.items

@@ -1,4 +1,4 @@
-"""``draftfuse demo``: complete real text speculatively in three modes, and compare what they drafted and what they cost.
+"""``draftfuse demo``: complete real text speculatively in three modes, and compare drafts and cost.
 
 The packaged target and its EAGLE head continue prompts from held-out source, greedily and with seeded Gumbel noise. The
 target alone (the same engine with k = 0) says what the text has to be. R requests, K draft tokens.
@@ -85,7 +85,9 @@ def cut_prompts(text: str, requests: int) -> list[list[int]]:
     length = min(PROMPT_TOKENS, len(ids) // 2)
     if length < 1 or requests < 1:
         todo = "Pass a longer text, and one request or more."
-        raise InvalidOptionError("no prompt can be cut", f"{len(ids)} bytes, {requests} requests", "2 bytes or more", todo)
+        raise InvalidOptionError(
+            "no prompt can be cut", f"{len(ids)} bytes, {requests} requests", "2 bytes or more", todo
+        )
     step = (len(ids) - length) // requests
     return [ids[i * step : i * step + length] for i in range(requests)]
 
@@ -231,7 +233,15 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 def modes_table(result: dict[str, Any]) -> Table:
     heading = f"K = {result['k']}, {result['device']}, torch {result['torch']}, compiler {result['compiler']}"
-    columns = ("mode", "same drafts", "target's text", "accepted a step", "calls a propose", "decode loop, CPU", "speed-up")
+    columns = (
+        "mode",
+        "same drafts",
+        "target's text",
+        "accepted a step",
+        "calls a propose",
+        "decode loop, CPU",
+        "speed-up",
+    )
     table = Table(*columns, title=heading, title_justify="left")
     for name, mode in result["modes"].items():
         lengths = " / ".join(f"{length:.2f} {how}" for how, length in mode["acceptance_length"].items())
@@ -242,7 +252,9 @@ def modes_table(result: dict[str, Any]) -> Table:
 
 
 def passes_table(result: dict[str, Any]) -> Table:
-    table = Table("build", "pass", "rewrites", "nodes left", "ms", title="passes of the fused loop", title_justify="left")
+    table = Table(
+        "build", "pass", "rewrites", "nodes left", "ms", title="passes of the fused loop", title_justify="left"
+    )
     for p in result["passes"]:
         table.add_row(p["build"], p["name"], str(p["rewrites"]), str(p["nodes"]), f"{p['seconds'] * 1e3:.0f}")
     return table
@@ -251,5 +263,7 @@ def passes_table(result: dict[str, Any]) -> Table:
 def verdict(result: dict[str, Any]) -> Group:
     """The last line: what was compared, and how it came out."""
     if result["tokens_match"]:
-        return Group("[green]All modes drafted the same tokens, and every text is the one that the target writes alone.")
+        return Group(
+            "[green]All modes drafted the same tokens, and every text is the one that the target writes alone."
+        )
     return Group("[red]Tokens differ: see the table. Rerun with --compiler none to rule out near-ties of logits.")

@@ -1,4 +1,4 @@
-"""Which graph a call uses, and why: one table serves capture and dispatch, so an uncaptured descriptor cannot be chosen."""
+"""Which graph a call uses, and why: one table serves capture and dispatch, so nothing uncaptured can be chosen."""
 
 from __future__ import annotations
 

@@ -57,7 +57,11 @@ class FusedDraft:
         self._exclusive = _Exclusive()
 
     def propose(
-        self, batch: DraftBatch, k: int | None = None, copy: bool = False, num_reqs_across_dp: Sequence[int] | None = None
+        self,
+        batch: DraftBatch,
+        k: int | None = None,
+        copy: bool = False,
+        num_reqs_across_dp: Sequence[int] | None = None,
     ) -> Tensor:
         """Draft ``k`` tokens for each request of ``batch``.
 
@@ -85,10 +89,12 @@ class FusedDraft:
             if k > 0 and largest > 0:
                 self._propose(batch, proposal)
             self._record(self._outputs_ready)
-            tokens = self.spec.inputs.draft_tokens[: batch.num_reqs, :k]
+            tokens: Tensor = self.spec.inputs.draft_tokens[: batch.num_reqs, :k]
             return tokens.clone() if copy else tokens
 
-    def decode(self, num_reqs: int, k: int | None = None, max_seq_len: int | None = None, capacity: int | None = None) -> None:
+    def decode(
+        self, num_reqs: int, k: int | None = None, max_seq_len: int | None = None, capacity: int | None = None
+    ) -> None:
         """Draft steps 1..k-1 on the persistent inputs: what an engine calls that prefills by itself.
 
         The caller has written rows 0..num_reqs-1 as draft step 1 reads them, token 0 included (one token a row,
@@ -120,11 +126,15 @@ class FusedDraft:
         self._calls[num_reqs, k, capacity] = plan
         return plan
 
-    def dispatch(self, num_reqs: int, num_tokens: int, k: int | None = None, max_query_len: int | None = None) -> Decision:
+    def dispatch(
+        self, num_reqs: int, num_tokens: int, k: int | None = None, max_query_len: int | None = None
+    ) -> Decision:
         """Which graphs a batch would use, and why. A batch is uniform where ``num_tokens == num_reqs * (K + 1)``."""
         k = self._check_k(self.ladder.k_for(num_reqs) if k is None else k)
         uniform = num_tokens == num_reqs * self.ladder.query_len
-        return self.ladder.decide(num_reqs, num_tokens, k, max_query_len or (self.ladder.query_len if uniform else None))
+        return self.ladder.decide(
+            num_reqs, num_tokens, k, max_query_len or (self.ladder.query_len if uniform else None)
+        )
 
     def capture(self, ks: Sequence[int] | None = None, progress: bool = True) -> None:
         """Build and capture ahead: every capacity, largest first, for each of ``ks`` (K by default).

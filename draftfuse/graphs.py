@@ -26,7 +26,12 @@ class Captured:
 
 
 def capture(
-    run: Callable[[], None], prepare: Callable[[], None], tensors: list[Tensor], pool: Any, stream: Any, warmups: int = 2
+    run: Callable[[], None],
+    prepare: Callable[[], None],
+    tensors: list[Tensor],
+    pool: Any,
+    stream: Any,
+    warmups: int = 2,
 ) -> Captured:
     """Capture ``run`` into one CUDA graph.
 
@@ -55,11 +60,13 @@ def capture(
             run()
     except RuntimeError as error:
         todo = "Remove the host sync or allocation that the cause names, or use mode='split'."
-        raise CaptureError("the loop cannot be captured", str(error).splitlines()[0], "capturable work", todo) from error
+        raise CaptureError(
+            "the loop cannot be captured", str(error).splitlines()[0], "capturable work", todo
+        ) from error
     return Captured(graph, tensors, max(0, pool_bytes(pool) - before))
 
 
 def pool_bytes(pool: Any) -> int:
     """Bytes of device memory that a graph pool holds."""
-    snapshot = torch.cuda.memory_snapshot(pool, include_traces=False)  # type: ignore[no-untyped-call]
+    snapshot = torch.cuda.memory_snapshot(pool, include_traces=False)
     return sum(segment["total_size"] for segment in snapshot)

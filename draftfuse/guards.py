@@ -118,5 +118,3 @@ def split_path(path: str) -> tuple[str, Any]:
         return path[:start], text.strip("'\"") if not text.lstrip("-").isdigit() else int(text)
     owner, _, name = path.rpartition(".")
     return owner, name
-
-

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 OnOpaque = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], None]
 
 
-class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Journal(TorchDispatchMode):
     """Use as a context around eager work; :meth:`restore` puts every written tensor back.
 
     Args:

@@ -79,7 +79,9 @@ def update_slot_mapping(group: AttentionGroup, inputs: DraftInputs, ragged: bool
     group.slot_mapping[:tokens].copy_(slots)
 
 
-def build_metadata(spec: Any, inputs: DraftInputs, step: int, held: dict[int, Any], tap: Tap = no_tap) -> dict[str, Any]:
+def build_metadata(
+    spec: Any, inputs: DraftInputs, step: int, held: dict[int, Any], tap: Tap = no_tap
+) -> dict[str, Any]:
     """Slot mapping and metadata of every group at one decode step, by layer name.
 
     ``held`` keeps one object a group from step to step for builders that offer ``refresh``: those are built once
@@ -127,7 +129,7 @@ def run_step(
         hidden, feedback = spec.forward(inputs, metadata)
         tap("hidden", step, hidden)
     with annotate({"phase": "sample", "draft_step": step}):
-        tokens = spec.sample(hidden, step)
+        tokens: Tensor = spec.sample(hidden, step)
         tap("tokens", step, tokens)
     if not last:
         with annotate({"phase": "advance", "draft_step": step}):

@@ -105,7 +105,8 @@ def explain_build(build: BuildReport) -> list[str]:
     rows = "any number of requests" if build.num_reqs is None else f"{build.num_reqs} requests"
     head = (
         f"{build.kind} k={build.k}, {rows}: {build.segments} segments ({build.unique_segments} distinct), "
-        f"{build.opaque_calls} opaque calls; traced in {build.trace_seconds:.1f} s, compiled in {build.compile_seconds:.1f} s"
+        f"{build.opaque_calls} opaque calls; "
+        f"traced in {build.trace_seconds:.1f} s, compiled in {build.compile_seconds:.1f} s"
     )
     head += f"\n  refused: {build.refused}" if build.refused else ""
     width = max((len(p.name) for p in build.passes), default=0)

@@ -17,11 +17,18 @@ from draftfuse import loop, python_state
 from draftfuse.baked import ScalarGuards, plain
 from draftfuse.build import Settings, build
 from draftfuse.dispatch import DECODE, PREFILL, PROPOSE, Descriptor, Ladder
-from draftfuse.errors import CaptureError, DraftfuseError, NotFusableError, UnsafeLoopError, UnstableMetadataError, UntraceableLoopError
+from draftfuse.errors import (
+    CaptureError,
+    DraftfuseError,
+    NotFusableError,
+    UnsafeLoopError,
+    UnstableMetadataError,
+    UntraceableLoopError,
+)
 from draftfuse.graphs import Captured, capture
 from draftfuse.guards import Addresses, collect
-from draftfuse.lowering.emit import Bound, Emission
 from draftfuse.inspector import Inspector
+from draftfuse.lowering.emit import Bound, Emission
 from draftfuse.lowering.workspace import Workspace
 from draftfuse.passes import ir
 from draftfuse.report import Report
@@ -49,7 +56,9 @@ class Runner:
 class Runners:
     """All runners of one compiled loop."""
 
-    def __init__(self, spec: Any, ladder: Ladder, mode: str, cudagraph: bool, pool: Any, settings: Settings, report: Report) -> None:
+    def __init__(
+        self, spec: Any, ladder: Ladder, mode: str, cudagraph: bool, pool: Any, settings: Settings, report: Report
+    ) -> None:
         self.spec, self.ladder, self.mode, self.cudagraph = spec, ladder, mode, cudagraph
         self.pool, self.report = pool, report
         self.inspector = Inspector(spec, report.findings)
@@ -221,7 +230,7 @@ class Runners:
 
 
 def external_reads(spec: Any, emission: Emission) -> list[str]:
-    """Paths of tensors that the code reads, nobody writes in the loop, and draftfuse does not fill (weights left out)."""
+    """Paths of tensors that the code reads, that the loop does not write and draftfuse does not fill; no weights."""
     filled = {t.untyped_storage().data_ptr() for t in persistent_tensors(spec)}
     written = {ir.storage(t) for n in emission.graph.nodes for t in ir.written(n)}
     nodes = [n for n in ir.placeholders(emission.graph) if n.name in emission.tensors and ir.storage(n) not in written]

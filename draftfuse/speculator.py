@@ -181,7 +181,7 @@ class DraftBatch:
 
 
 class Speculator:
-    """Documents the protocol and gives defaults. Nothing has to inherit from it: any object with these names will do."""
+    """Documents the protocol and gives defaults. Nothing has to inherit from it: any object with these names does."""
 
     num_speculative_tokens: int
     max_num_reqs: int

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from draftfuse import loop
@@ -123,5 +122,3 @@ def describe(metadata: Any) -> str:
     """Type, tensor shapes and scalars of a metadata object."""
     shapes = {name: tuple(t.shape) for name, t in loop.metadata_tensors(metadata)}
     return f"{type(metadata).__name__}({shapes}, {scalars(metadata)})"
-
-

@@ -152,7 +152,9 @@ def name_placeholders(module: fx.GraphModule, flat: fx.GraphModule) -> None:
         text = name() if callable(name) else name
         if text:
             new.meta["source"] = str(text)
-            new.meta["path"] = str(text).replace("L['", "").replace("']", "", 1).replace("_modules['", "").replace("']", "")
+            new.meta["path"] = (
+                str(text).replace("L['", "").replace("']", "", 1).replace("_modules['", "").replace("']", "")
+            )
 
 
 def bind(traced: Trace, args: tuple[Any, ...]) -> None:
@@ -188,5 +190,5 @@ def user_line(error: BaseException) -> SourceLine | None:
             tb = tb.tb_next
         cause = cause.__cause__
     users = [f for f in found if not ir.is_own_file(f.file) and not f.file.startswith("<")]
-    stacked = [f for f in users[: len(stack or ())]]
-    return (stacked or users or [None])[-1]
+    stacked = users[: len(stack or ())]
+    return next(iter(reversed(stacked or users)), None)

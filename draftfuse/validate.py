@@ -50,7 +50,9 @@ def check_speculator(spec: Any) -> None:
         came = type(getattr(spec, "inputs", None)).__name__
         _fail(spec, "spec.inputs is not a DraftInputs", came, "draftfuse.DraftInputs", "inputs")
     if not hasattr(spec, "advance_positions"):
-        _fail(spec, "the speculator has no attribute advance_positions", "nothing", "True or False", "advance_positions")
+        _fail(
+            spec, "the speculator has no attribute advance_positions", "nothing", "True or False", "advance_positions"
+        )
     check_inputs(spec)
     check_groups(spec)
 
@@ -73,13 +75,20 @@ def check_inputs(spec: Any) -> None:
         dtype, dims = _INPUT_TYPES[name]
         if (dtype is not None and tensor.dtype != dtype) or tensor.dim() != dims:
             expected = f"{dims} dims" + (f" of {dtype}" if dtype else "")
-            _fail(spec, f"inputs.{name} has a wrong dtype or shape", f"{tensor.dtype}{list(tensor.shape)}", expected, name)
+            _fail(
+                spec, f"inputs.{name} has a wrong dtype or shape", f"{tensor.dtype}{list(tensor.shape)}", expected, name
+            )
         need = rows + 1 if name == "query_start_loc" else rows
         if tensor.shape[0] < need:
-            _fail(spec, f"inputs.{name} is too short", tensor.shape[0], f"at least {need} for max_num_reqs={rows}", name)
+            _fail(
+                spec, f"inputs.{name} is too short", tensor.shape[0], f"at least {need} for max_num_reqs={rows}", name
+            )
         devices.add(tensor.device)
     if spec.inputs.draft_tokens.shape[1] < spec.num_speculative_tokens:
-        came, expected = spec.inputs.draft_tokens.shape[1], f"num_speculative_tokens={spec.num_speculative_tokens} columns"
+        came, expected = (
+            spec.inputs.draft_tokens.shape[1],
+            f"num_speculative_tokens={spec.num_speculative_tokens} columns",
+        )
         _fail(spec, "inputs.draft_tokens is too narrow", came, expected, "draft_tokens")
     if len(devices) != 1:
         _fail(spec, "the inputs are on several devices", sorted(map(str, devices)), "one device", "inputs")
@@ -92,7 +101,13 @@ def check_groups(spec: Any) -> None:
         _fail(spec, "spec.attn_groups is no sequence", type(groups).__name__, "a list of AttentionGroup", "attn_groups")
     for index, group in enumerate(spec.attn_groups):
         if not callable(getattr(group.builder, "build", None)):
-            _fail(spec, f"attn_groups[{index}].builder has no build", type(group.builder).__name__, "build(common)", "build")
+            _fail(
+                spec,
+                f"attn_groups[{index}].builder has no build",
+                type(group.builder).__name__,
+                "build(common)",
+                "build",
+            )
         tokens = spec.inputs.positions.shape[0]
         _check_table(spec, index, group.block_table, torch.int32, 2, "block_table", spec.max_num_reqs)
         _check_table(spec, index, group.slot_mapping, torch.int64, 1, "slot_mapping", tokens)
@@ -128,7 +143,9 @@ def check_capacities(capacities: object, max_num_reqs: int) -> list[int]:
         powers = [1 << i for i in range(max_num_reqs.bit_length()) if 1 << i < max_num_reqs]
         return [*powers, max_num_reqs]
     if not isinstance(capacities, Sequence) or isinstance(capacities, str) or not capacities:
-        raise InvalidOptionError("unknown request_capacities", repr(capacities), "'pow2' or a list", "Pass one of these.")
+        raise InvalidOptionError(
+            "unknown request_capacities", repr(capacities), "'pow2' or a list", "Pass one of these."
+        )
     good = [c for c in capacities if isinstance(c, int) and not isinstance(c, bool) and 1 <= c <= max_num_reqs]
     if len(good) != len(capacities) or len(set(good)) != len(good):
         expected = f"distinct ints in 1..max_num_reqs={max_num_reqs}"

@@ -23,7 +23,7 @@ except ImportError:
     _Base = object  # type: ignore[misc, assignment]
 
 
-class SchedulerCheck(_Base):  # type: ignore[misc]
+class SchedulerCheck(_Base):
     """Looks at the scheduled nodes of one graph and changes none."""
 
     def __init__(self, key: str) -> None:
@@ -45,7 +45,7 @@ class SchedulerCheck(_Base):  # type: ignore[misc]
         return f"draftfuse-check-{sources_hash()}"
 
     def verdict(self) -> list[str] | None:
-        """Findings of this compile or, where Inductor served cached code, of the compile that made it; None = unknown."""
+        """Findings of this compile or, for code from a cache, of the compile that made it; None = unknown."""
         file = verdict_file(self.key)
         if self.ran:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,8 @@ class VersionCheck(SchedulerCheck):
         """Faults of the whole graph."""
         from torch._inductor.virtualized import V
 
-        return find_faults(nodes, several_writes=True) + find_stale_reads(nodes, list(V.graph.module.graph.nodes))
+        program: Any = V.graph.module
+        return find_faults(nodes, several_writes=True) + find_stale_reads(nodes, list(program.graph.nodes))
 
 
 def find_stale_reads(scheduled: list[Any], program: list[fx.Node]) -> list[str]:
@@ -102,7 +103,9 @@ def find_stale_reads(scheduled: list[Any], program: list[fx.Node]) -> list[str]:
         for origin in getattr(node.node, "origins", ()):
             for name, version in expected.get(origin, {}).items():
                 if name in reads and done[name] != version:
-                    faults.append(f"{node.get_name()} reads version {done[name]} of {name}, {origin.name} needs {version}")
+                    faults.append(
+                        f"{node.get_name()} reads version {done[name]} of {name}, {origin.name} needs {version}"
+                    )
         for name in written_names(node):
             done[name] += 1
     return faults

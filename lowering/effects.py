@@ -1,7 +1,7 @@
 """What registered operators read and write beyond their arguments.
 
 An operator of draftfuse reads and writes its arguments only. Any other operator might read persistent state through a
-closure or a forward context, so all pending state is stored before it, unless :func:`register_effects` says what it reads.
+closure or a forward context, so all pending state is stored before it, unless :func:`register_effects` says more.
 """
 
 from __future__ import annotations

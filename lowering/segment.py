@@ -63,7 +63,7 @@ def extract_refresh(node: fx.Node, symbol: fx.Node | None) -> Extracted:
     reads, numbers, rows = node.args
     inputs = [*reads, *numbers, *rows]  # type: ignore[misc]
     body: fx.GraphModule = node.meta["body"]
-    graph, copies = fx.Graph(), {}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     if symbol is not None and symbol not in inputs and _is_symbolic(inputs):
         inputs.insert(0, symbol)
     made = [graph.placeholder(f"arg{i}") for i in range(len(inputs))]

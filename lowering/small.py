@@ -12,8 +12,8 @@ ALIGNED = 16  # bytes: the kernel streams weights in 16-byte loads
 
 
 def has_own_kernel(product: fx.Node) -> bool:
-    """Whether ``product`` (``aten.mm``) has one row, lies on a Hopper GPU or later, and is faster on draftfuse's kernel."""
-    left, out = ir.value(product.args[0]), ir.value(product)
+    """Whether ``product`` (``aten.mm``) has one row on a Hopper GPU or later, and draftfuse's kernel is faster."""
+    left, out = ir.value(product.all_input_nodes[0]), ir.value(product)
     if out.device.type != "cuda" or torch.cuda.get_device_capability(out.device) < (9, 0) or not fits(left):
         return False
     return choose(int(out.shape[1]), int(left.shape[1]), left.dtype, out.device)

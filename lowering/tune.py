@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,16 +40,22 @@ def choose(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) 
 
 def measure(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> str | list[int]:
     """The fastest candidate: a tile, or ``"vendor"``."""
-    from draftfuse.lowering.ops._small_linear_triton import CANDIDATES, launch
+    from draftfuse.lowering.ops._small_linear_triton import CANDIDATES
 
     size = outputs * inputs * dtype.itemsize
     weights = [torch.randn(outputs, inputs, device=device, dtype=dtype) for _ in range(max(2, ROTATED_BYTES // size))]
     x = torch.randn(1, inputs, device=device, dtype=dtype)
     times: dict[str | tuple[int, ...], float] = {VENDOR: graph_time(lambda w: F.linear(x, w), weights)}
     for tile in CANDIDATES:
-        times[tile] = graph_time(lambda w, tile=tile: launch(x, w, None, 0.0, False, None, tile), weights)
+        times[tile] = graph_time(partial(_own, x, tile), weights)
     best = min(times, key=lambda name: times[name])
     return best if isinstance(best, str) else list(best)
+
+
+def _own(x: Tensor, tile: Any, weight: Tensor) -> Tensor:
+    from draftfuse.lowering.ops._small_linear_triton import launch
+
+    return launch(x, weight, None, 0.0, False, None, tile)
 
 
 def graph_time(call: Callable[[Tensor], object], weights: Sequence[Tensor]) -> float:

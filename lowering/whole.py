@@ -53,7 +53,7 @@ def extract_whole(graph: fx.Graph) -> Extracted:
 def owned_operator(node: fx.Node) -> Any:
     """The operator itself, or draftfuse's wrapper of a foreign one that mutates."""
     foreign = isinstance(node.target, OpOverload) and node.target.namespace not in (*OWN_NAMESPACES, "aten", "prims")
-    operator = register_wrapper(node.target) if foreign and ir.is_mutation(node) else node.target
+    operator: Any = register_wrapper(node.target) if foreign and ir.is_mutation(node) else node.target  # type: ignore[arg-type]
     if isinstance(operator, OpOverload) and operator.namespace in OWN_NAMESPACES and operator._schema.is_mutable:
         realise_readers_first(operator)
     return operator
@@ -70,7 +70,8 @@ def realise_readers_first(operator: OpOverload) -> None:
     def lower(*args: Any, **kwargs: Any) -> Any:
         for index in writes:
             given = args[index] if index < len(args) else kwargs.get(operator._schema.arguments[index].name)
-            for buffer in given if isinstance(given, (list, tuple)) else [given]:
+            for buffer in list(given) if isinstance(given, (list, tuple)) else [given]:
+                assert buffer is not None
                 buffer.realize()
                 V.graph.mark_buffer_mutated(buffer.get_name())
         return fallback(*args, **kwargs)

@@ -183,7 +183,7 @@ def is_own(node: fx.Node) -> bool:
 
 
 def hidden_reads_of(node: fx.Node) -> list[fx.Node]:
-    """Buffers that explicit_metadata made arguments: the operator reads their memory, so no value can stand for them."""
+    """Buffers that explicit_metadata made arguments: it reads their memory, so no value can stand for them."""
     return [n for arg, given in arguments(node) if is_own(node) and arg.name == "hidden_reads" for n in nodes_in(given)]
 
 

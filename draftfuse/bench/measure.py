@@ -65,13 +65,13 @@ def time_launch(
 
 def timing_event() -> torch.cuda.Event:
     """An event that knows its time."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)
 
 
 def _one_cuda(launch: Run) -> tuple[float, float]:
     start, end = timing_event(), timing_event()
     torch.cuda.synchronize()
-    torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(WAIT_CYCLES)
     start.record()
     before = time.perf_counter()
     launch()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 import draftfuse
 from draftfuse.bench.measure import PeakMemory
 from draftfuse.bench.speculators import BenchSpeculator

@@ -70,7 +70,7 @@ class Workbench:
             fill()
             run()
             return Ready(run, spec)
-        graph = capture(run, fill, [], None, torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        graph = capture(run, fill, [], None, torch.cuda.Stream())
         return Ready(graph.replay, spec, [graph])
 
     def compiled(self, mode: str, compiler: str) -> draftfuse.FusedDraft:

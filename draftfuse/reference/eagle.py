@@ -78,6 +78,7 @@ class EagleSpeculator:
     ) -> EagleSpeculator:
         """Random weights of the sizes in ``config``; it has one layer, whatever ``num_hidden_layers`` says."""
         table = (config.vocab_size, config.hidden_size)
+        shapes: dict[str, tuple[int, ...]]
         shapes = {"embed_tokens": table, "lm_head": table, "fc.weight": (config.hidden_size, 2 * config.hidden_size)}
         shapes |= layer_shapes(config, "layers.0.", input_norm=False)
         weights = random_weights(shapes, seed, device, dtype)

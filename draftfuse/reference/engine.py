@@ -68,7 +68,8 @@ class Engine:
 
     def __init__(self, target: Target, fused: FusedDraft | None = None) -> None:
         self.target, self.fused, self.limits, self.device = target, fused, target.limits, target.device
-        order = torch.randperm(self.limits.max_num_reqs * self.limits.blocks, generator=torch.Generator().manual_seed(0))
+        pages = self.limits.max_num_reqs * self.limits.blocks
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(0))
         self.pages = order.to(self.device, torch.int32).view(self.limits.max_num_reqs, self.limits.blocks)
 
     @torch.no_grad()

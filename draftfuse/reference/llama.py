@@ -53,7 +53,7 @@ class PagedMetadata:
 
 
 class PagedMetadataBuilder:
-    """Every field is a view of a persistent buffer, so a new step needs no refresh (draftfuse finds that out itself)."""
+    """Every field is a view of a persistent buffer, so a step needs no refresh (draftfuse finds that out)."""
 
     def build(self, common: CommonMetadata) -> PagedMetadata:
         starts = common.query_start_loc if common.max_query_len > 1 else None

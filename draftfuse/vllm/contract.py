@@ -79,7 +79,7 @@ def watched(name: str, build: Callable[[], Any]) -> Kind:
     return Kind(name, "derived", "its build, recorded at every step")
 
 
-class HostWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class HostWatch(TorchDispatchMode):
     """Notes the operators that carry data between host and device."""
 
     def __init__(self) -> None:

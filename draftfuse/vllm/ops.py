@@ -26,7 +26,7 @@ class Engine(Protocol):
 
 
 ENGINES: dict[int, Engine] = {}
-_LIBRARY: Any = torch.library.Library("draftfuse_vllm", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY: Any = torch.library.Library("draftfuse_vllm", "FRAGMENT")
 
 
 def add(engine: Engine) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftfuse.errors import MissingExtraError, OpArgumentError
 
 # Kept alive here: the registrations die with it.
-LIBRARY: Any = torch.library.Library("draftfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY: Any = torch.library.Library("draftfuse", "FRAGMENT")
 
 
 def define(schema: str) -> None:

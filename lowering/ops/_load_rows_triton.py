@@ -75,7 +75,7 @@ def _load_rows(
 
 
 def launch(written: Sequence[Tensor], read: Sequence[Tensor], rows: int, capacity: int, query_len: int) -> None:
-    """Launch on checked arguments; no sync, no allocation. Without ``read`` only rows ``rows..capacity`` are written."""
+    """Launch on checked arguments; no sync, no allocation. Without ``read`` only rows behind ``rows`` are written."""
     first, live = (0, rows) if read else (rows, 0)
     count = max(rows, capacity) - first
     if count > 0:

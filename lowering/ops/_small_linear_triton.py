@@ -30,7 +30,13 @@ TILES: dict[tuple[int, int], Tile] = {}  # (N, K) -> the tile that measured best
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _inputs(
-    x: tl.tensor, gain: tl.tensor, at: tl.tensor, scale: tl.tensor, K: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr
+    x: tl.tensor,
+    gain: tl.tensor,
+    at: tl.tensor,
+    scale: tl.tensor,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    EVEN: tl.constexpr,
 ) -> tl.tensor:
     """A part of one row of x, normed, rounded as the model rounds it, in float32: [BLOCK_K]."""
     if EVEN:
@@ -44,7 +50,9 @@ def _inputs(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tile(weight: tl.tensor, at: tl.tensor, k: tl.tensor, lane: tl.tensor, K: tl.constexpr, EVEN: tl.constexpr) -> tl.tensor:
+def _tile(
+    weight: tl.tensor, at: tl.tensor, k: tl.tensor, lane: tl.tensor, K: tl.constexpr, EVEN: tl.constexpr
+) -> tl.tensor:
     """A tile of weights, never read again: [BLOCK_N, BLOCK_K]."""
     if EVEN:
         return tl.load(weight + at + k, eviction_policy="evict_first")

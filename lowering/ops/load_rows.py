@@ -39,7 +39,7 @@ READ = (
 def reference(
     written: Sequence[Tensor], read: Sequence[Tensor], rows: int, tokens: int, capacity: int, query_len: int
 ) -> None:
-    """The meaning, in place: ids shift left by one within a row, the newest verified token behind the last accepted one.
+    """The meaning, in place: ids shift left by one in a row, the newest verified token behind the last accepted one.
 
     Rows ``rows..capacity`` become dead: zeros, ``idx_mapping`` -1, ``query_len`` tokens each.
     """

@@ -1,4 +1,4 @@
-"""A linear layer for a handful of rows, with what stands around it in a decoder: norm in front, SwiGLU or residual behind.
+"""A linear layer for few rows, with what stands around it in a decoder: norm in front, SwiGLU or residual behind.
 
 Shape letters: M rows (1 to 4), K inputs, N outputs of the matrix product, F features returned (N, or N / 2 for SwiGLU).
 """
@@ -94,9 +94,7 @@ def _fake(
     return x.new_empty(x.shape[0], features(weight, swiglu))
 
 
-define(
-    "small_linear(Tensor x, Tensor weight, Tensor? gain, float epsilon, bool swiglu, Tensor? residual) -> Tensor"
-)
+define("small_linear(Tensor x, Tensor weight, Tensor? gain, float epsilon, bool swiglu, Tensor? residual) -> Tensor")
 implement("small_linear", _cpu, "CPU")
 implement("small_linear", _cuda, "CUDA")
 fake("small_linear", _fake)

@@ -91,7 +91,7 @@ class Fuzzed:
             x = x + self.embed[self.history[:rows]]
             self.history[:rows] = inputs.input_ids
         elif kind == "counted":
-            self.history[:rows].add_(inputs.positions % 3)
+            self.history[:rows].add_(inputs.positions % 3 + 1)
             x = x * (1 + 0.1 * (self.history[:rows] % 5)).unsqueeze(1)
         elif kind == "opaque":
             x = torch.ops.fuzz.mixed(x, mine)

@@ -28,7 +28,7 @@ def load_library(path: str) -> None:
 
 
 def _load(path: str) -> None:
-    torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    torch.ops.load_library(path)
 
 
 def has_op(namespace: str, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""FlashAttention 3 with its schedule made ahead of time: the plan into a persistent buffer, and the attention by it.
+"""The schedule of FlashAttention 3, made ahead of time into a persistent buffer (``fa3_attention`` attends by it).
 
 The length of a plan depends on the library's configuration and version, so it is asked of the library when the
 operator runs, and is no part of any graph. On the CPU both operators have stand-ins: a schedule of splits, and an
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from draftfuse.lowering.backends.ops._vendors import call, require_fa3
-from draftfuse.lowering.ops._library import check_floating, check_tensor, define, fail, fake, implement
-from draftfuse.lowering.ops.paged_attention import paged_attention
+from draftfuse.lowering.ops._library import check_tensor, define, fail, fake, implement
 
 CPU_SPLIT = 8  # tokens of one split of the CPU stand-in
 
@@ -74,6 +73,13 @@ def vendor_plan(config: Configuration, seq_lens: Tensor, query_start_loc: Tensor
         _LENGTHS.clear()
     _LENGTHS[config] = plan.numel()
     return plan
+
+
+def plan_length(config: Configuration, like: Tensor, query_start_loc: Tensor) -> int:
+    """How long the library's plans are; asked of it once, with lengths of zero shaped like ``like``."""
+    if config not in _LENGTHS:
+        vendor_plan(config, torch.zeros_like(like), query_start_loc)
+    return _LENGTHS[config]
 
 
 def window_sides(window: int) -> tuple[int, int]:
@@ -171,142 +177,3 @@ define(
 implement("fa3_schedule", _schedule_cpu, "CPU")
 implement("fa3_schedule", _schedule_cuda, "CUDA")
 fake("fa3_schedule", _check_schedule)
-
-
-def _check_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    schedule: Tensor,
-    out: Tensor,
-    scale: float,
-    max_query_len: int,
-    max_seq_len: int,
-    num_splits: int,
-    window: int,
-) -> None:
-    op = "fa3_attention"
-    for name, tensor, shape in (
-        ("query", query, "T, Hq, D"),
-        ("out", out, "T, Hq, D"),
-        ("key_cache", key_cache, "N, P, H, D"),
-        ("value_cache", value_cache, "N, P, H, D"),
-    ):
-        check_floating(op, name, tensor, shape)
-    check_tensor(op, "block_table", block_table, "R, B", torch.int32)
-    for name, tensor, shape in (
-        ("seq_lens", seq_lens, "R"),
-        ("query_start_loc", query_start_loc, "R+1"),
-        ("schedule", schedule, "S"),
-    ):
-        check_tensor(op, name, tensor, shape, torch.int32)
-
-
-def _attention_cpu(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    schedule: Tensor,
-    out: Tensor,
-    scale: float,
-    max_query_len: int,
-    max_seq_len: int,
-    num_splits: int,
-    window: int,
-) -> None:
-    tensors = (query, key_cache, value_cache, block_table, seq_lens, query_start_loc, schedule, out)
-    _check_attention(*tensors, scale, max_query_len, max_seq_len, num_splits, window)
-    rows = seq_lens.shape[0]
-    second = -(-rows // 4) * 4
-    splits = schedule[second : second + rows]
-    lens = seq_lens if num_splits else torch.minimum(seq_lens, splits * CPU_SPLIT)
-    starts = None if max_query_len == 1 else query_start_loc
-    out.copy_(paged_attention(query, key_cache, value_cache, block_table, lens, starts, scale, window))
-
-
-def _attention_cuda(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    schedule: Tensor,
-    out: Tensor,
-    scale: float,
-    max_query_len: int,
-    max_seq_len: int,
-    num_splits: int,
-    window: int,
-) -> None:
-    tensors = (query, key_cache, value_cache, block_table, seq_lens, query_start_loc, schedule, out)
-    _check_attention(*tensors, scale, max_query_len, max_seq_len, num_splits, window)
-    _, page, kv_heads, size = key_cache.shape
-    config = Configuration(
-        seq_lens.shape[0],
-        max_query_len,
-        max_seq_len,
-        query.shape[1],
-        kv_heads,
-        size,
-        page,
-        num_splits,
-        window,
-        query.dtype,
-    )
-    if config not in _LENGTHS:
-        vendor_plan(config, torch.zeros_like(seq_lens), query_start_loc)
-    vendor_attention(*tensors[:6], out, scale, config, schedule[: _LENGTHS[config]])
-
-
-def vendor_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    scale: float,
-    config: Configuration,
-    schedule: Tensor | None,
-) -> None:
-    """The library's forward; without a schedule it makes its own inside."""
-    operator = getattr(torch.ops, require_fa3()).fwd.default
-    left, right = window_sides(config.window)
-    call(
-        operator,
-        {
-            "q": query,
-            "k": key_cache,
-            "v": value_cache,
-            "out": out,
-            "cu_seqlens_q": query_start_loc,
-            "seqused_k": seq_lens,
-            "max_seqlen_q": config.max_query_len,
-            "max_seqlen_k": config.max_seq_len,
-            "page_table": block_table,
-            "softmax_scale": scale,
-            "is_causal": True,
-            "window_size_left": left,
-            "window_size_right": right,
-            "scheduler_metadata": schedule,
-            "num_splits": config.num_splits,
-        },
-    )
-
-
-define(
-    "fa3_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, "
-    "Tensor query_start_loc, Tensor(a!) schedule, Tensor(b!) out, float scale, int max_query_len, int max_seq_len, "
-    "int num_splits, int window) -> ()"
-)
-implement("fa3_attention", _attention_cpu, "CPU")
-implement("fa3_attention", _attention_cuda, "CUDA")
-fake("fa3_attention", _check_attention)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from draftfuse.lowering.backends.ops import _vendors
-from draftfuse.lowering.backends.ops.fa3 import Configuration, vendor_attention, window_sides
+from draftfuse.lowering.backends.ops.fa3 import Configuration, window_sides
+from draftfuse.lowering.backends.ops.fa3_attention import vendor_attention
 from draftfuse.lowering.ops._library import check_floating, check_tensor, define, fake, implement
 from draftfuse.lowering.ops.paged_attention import paged_attention
 

@@ -194,12 +194,13 @@ class Fused:
         RECORDERS.append(recorder)
         try:
             if graph:
-                launch = capture(bound.run, lambda: fill_dummy(self.spec, capacity), bound.tensors, None).replay
+                pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+                launch = capture(bound.run, lambda: fill_dummy(self.spec, capacity), bound.tensors, pool, stream).replay
             load(self.spec, lens, capacity)
             launch()
         finally:
             RECORDERS.remove(recorder)
-        return recorder.records
+        return {key: value.clone() for key, value in recorder.records.items()}  # a graph's copies go with the graph
 
 
 def differences(a: Records, b: Records, only: str = "") -> list[tuple[str, int]]:
