@@ -117,12 +117,14 @@ def vary_weights(runner: Any) -> None:
     import torch
 
     generator = torch.Generator(device="cuda").manual_seed(0)
+    sharp = {"qkv_proj": 2.0, "o_proj": 4.0}
     with torch.inference_mode():
-        for model, sharp in ((runner.model, 1.0), (runner.speculator.model, 4.0)):
+        for model, factors in ((runner.model, {}), (runner.speculator.model, sharp)):
             for name, parameter in model.named_parameters():
                 if parameter.is_floating_point() and parameter.dim() >= 2:
-                    size = sharp if "qkv_proj" in name or "o_proj" in name else 1.0
-                    parameter.normal_(0, size * parameter.shape[-1] ** -0.5, generator=generator)
+                    factor = next((value for part, value in factors.items() if part in name), 1.0)
+                    size = 1.0 if "embed" in name else factor * parameter.shape[-1] ** -0.5
+                    parameter.normal_(0, size, generator=generator)
                 elif parameter.is_floating_point():
                     parameter.fill_(1)
 

@@ -51,7 +51,7 @@ class FusedDraft:
         self.graph_memory_budget: int | None = None
         self._batch_consumed: Any = None
         self._outputs_ready: Any = None
-        self._plans: dict[tuple[Descriptor, int], Plan] = {}
+        self._plans: dict[tuple[Descriptor, int, int], Plan] = {}
         self._proposals: dict[tuple[int, int, int | None, int | None, int], Proposal] = {}
         self._calls: dict[tuple[int, int | None, int | None], Plan | None] = {}
         self._exclusive = _Exclusive()
@@ -256,16 +256,15 @@ class FusedDraft:
 
     def _plan(self, descriptor: Descriptor, num_reqs: int, split: Runner | None = None) -> Plan:
         """How a kind of call runs, worked out and built on first use."""
-        key = (descriptor, num_reqs)
-        if split is None and key in self._plans:
+        key = (descriptor, num_reqs, id(split))
+        if key in self._plans and (split is None or self._plans[key].runner is split):
             return self._plans[key]
         runner = split or self.runners.get(descriptor)
         extra = {f"{descriptor.kind} capacity {descriptor.num_reqs}": 1, "padded rows": descriptor.num_reqs - num_reqs}
         before, after = self._hooks(descriptor) if runner.bare is not None else ((), ())
         plan = Plan(descriptor, runner, {**runner.counts, **extra}, before, after)
         self.report.plans.append(plan)
-        if split is None:
-            self._plans[key] = plan
+        self._plans[key] = plan
         return plan
 
     def _hooks(self, descriptor: Descriptor) -> tuple[Hooks, Hooks]:

@@ -75,6 +75,7 @@ def trace(loop: Callable[..., None], args: tuple[Any, ...], symbolic: str | None
         return empty_trace()
     traced: Trace = box["trace"]
     bind(traced, box["args"])
+    lift_constants(traced)
     return traced
 
 
@@ -162,6 +163,21 @@ def bind(traced: Trace, args: tuple[Any, ...]) -> None:
     for node, arg in zip(ir.placeholders(traced.graph), args, strict=True):
         if isinstance(arg, Tensor):
             traced.tensors[node.name] = arg
+
+
+def lift_constants(traced: Trace) -> None:
+    """Make inputs of the tensors that the loop creates from Python numbers (``torch.tensor([0.5, 2.0])``)."""
+    lifted: dict[str, fx.Node] = {}
+    for node in list(traced.graph.find_nodes(op="get_attr")):
+        name = str(node.target)
+        if name not in lifted:
+            value = getattr(traced.module, name)
+            with traced.graph.inserting_after(ir.placeholders(traced.graph)[-1]):
+                lifted[name] = traced.graph.placeholder(f"constant{len(lifted)}")
+            lifted[name].meta.update(val=traced.fake_mode.from_tensor(value, static_shapes=True), path=f"constant {name}", literal=True)
+            traced.tensors[lifted[name].name] = value
+        node.replace_all_uses_with(lifted[name])
+        traced.graph.erase_node(node)
 
 
 def untraceable(error: BaseException) -> UntraceableLoopError:

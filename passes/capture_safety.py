@@ -180,7 +180,7 @@ def _foreign(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
                     node, ERROR, "foreign-write", f"the loop writes {path}, which the speculator does not own", todo
                 )
     for node in strangers.values():
-        if node.name not in around.constant and node.users:
+        if node.name not in around.constant and not node.meta.get("literal") and node.users:
             reader = next((u for u in graph.nodes if node in u.all_input_nodes), node)
             text = f"the loop reads {ir.path_of(node)}, which is no input of the speculator"
             todo = "Make it an attribute of the speculator (a persistent tensor that callers copy_ into)."
