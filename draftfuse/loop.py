@@ -32,6 +32,8 @@ def graph_tap(name: str, step: int, value: Tensor) -> None:
 
 def metadata_tensors(metadata: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Tensor fields of a metadata object (dataclass, mapping, sequence; nested), by dotted path."""
+    if metadata is None or isinstance(metadata, (bool, int, float, str)):
+        return
     if isinstance(metadata, Tensor):
         yield prefix, metadata
     elif dataclasses.is_dataclass(metadata) and not isinstance(metadata, type):

@@ -28,6 +28,7 @@ from draftfuse.lowering.effects import OWN_NAMESPACES
 from draftfuse.lowering.generated import register_wrapper
 from draftfuse.lowering.inductor import compile_graph
 from draftfuse.lowering.segment import Compiled, Extracted, decomposition_table
+from draftfuse.lowering.workarounds import materialise_boundaries
 from draftfuse.passes import ir
 from draftfuse.passes.render import canonical
 
@@ -86,6 +87,7 @@ def compile_whole(extracted: Extracted, fake_mode: Any, options: dict[str, Any])
         with fake_mode:
             flat = make_fx(fx.Interpreter(extracted.module).run, decomposition_table=decomposition_table())(*fakes)
         ir.undo_renames(flat.graph)
+        materialise_boundaries(flat.graph)
         flat.graph.output_node().args = ((),)
         flat.recompile()
         values = [ir.value(n) for n in ir.placeholders(flat.graph)]

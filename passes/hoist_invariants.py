@@ -38,7 +38,7 @@ def hoist_invariants(graph: fx.Graph) -> int:
             continue
         first = seen.setdefault(_identity(node, versions), node)
         if first is not node:
-            node.replace_all_uses_with(first)
+            ir.replace_value(node, first)
             graph.erase_node(node)
             _gather_items(first)
             merged += 1

@@ -11,7 +11,7 @@ One flat ``fx.Graph`` of ATen and registered operators:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -315,6 +315,19 @@ def eliminate_dead_code(graph: fx.Graph) -> int:
             graph.erase_node(node)
             erased += 1
     return erased
+
+
+def replace_value(old: fx.Node, new: fx.Node, where: Callable[[fx.Node], bool] = lambda user: True) -> None:
+    """Give the users of ``old`` that ``where`` admits ``new``; views of the one become views of the other."""
+    gone = storages(old) - storages(new)
+    users = [user for user in old.users if where(user)]
+    old.replace_all_uses_with(new, delete_user_cb=where)
+    while users:
+        user = users.pop()
+        if not storages(user).isdisjoint(gone) and not is_mutation(user):
+            with fake_mode_of(user.graph):
+                user.meta["val"] = user.target(*fake(user.args), **fake(user.kwargs))  # type: ignore[operator]
+            users += user.users
 
 
 def fake(arg: Any) -> Any:

@@ -80,7 +80,7 @@ def _outline(graph: fx.Graph, members: list[fx.Node], register: Register) -> int
     call.meta.update(val=None, body=body, phase="refresh", draft_step=ir.draft_step(members[0]))
     call.meta["stack_trace"] = members[0].meta.get("stack_trace", "")
     for node, view in zip(results, views, strict=True):
-        node.replace_all_uses_with(view, delete_user_cb=lambda user: user not in inside)
+        ir.replace_value(node, view, where=lambda user: user not in inside)
     for node in reversed(members):
         graph.erase_node(node)
     return 1

@@ -3,10 +3,13 @@
 1. Placeholders come first, one output (empty) comes last.
 2. Every tensor node has a fake value; a node is used after it is made.
 3. Mutations stand in program order and nobody uses their result.
-4. Owned rows are written by exactly one node, before anything reads them.
+4. Fake values alias where the program's values do.
+5. Owned rows are written by exactly one node, before anything reads them.
 """
 
 from __future__ import annotations
+
+import operator
 
 from torch import fx
 
@@ -15,7 +18,7 @@ from draftfuse.passes import ir
 
 def verify(graph: fx.Graph, *, after: str = "trace") -> None:
     """Assert the invariants of the IR; ``after`` names the pass that is to blame."""
-    for rule in (_order, _values, _mutations, _rows):
+    for rule in (_order, _values, _mutations, _aliases, _rows):
         fault = rule(graph)
         assert fault is None, f"after {after}: {fault}"
 
@@ -44,6 +47,19 @@ def _makes_value(graph: fx.Graph, name: str) -> bool:
     node = next(n for n in graph.nodes if n.name == name)
     schema = ir.schema_of(node)
     return schema is not None and any(r.alias_info is None for r in schema.returns)
+
+
+def _aliases(graph: fx.Graph) -> str | None:
+    wrong = [n.name for n in graph.nodes if _is_view_operator(n) and not ir.storages(n) <= ir.storages(n.args[0])]
+    return f"the fake value is of other memory than that of the argument: {wrong}" if wrong else None
+
+
+def _is_view_operator(node: fx.Node) -> bool:
+    """Whether the schema of ``node`` says that its results are memory of its first argument."""
+    schema = ir.schema_of(node)
+    if schema is None:
+        return node.target is operator.getitem
+    return bool(schema.returns) and all(r.alias_info and not r.alias_info.is_write for r in schema.returns)
 
 
 def _rows(graph: fx.Graph) -> str | None:

@@ -25,6 +25,7 @@ from draftfuse.bench.results import Results, device_slug
 from draftfuse.bench.runner import measure_cells
 from draftfuse.bench.table import load_cells, readme_table, terminal_table, tiny_table
 from draftfuse.bench.tiny import measure_tiny
+from draftfuse.bench.verdict import verdict
 from draftfuse.validate import check_option
 
 TINY_KS = (2, 3, 4, 5, 6, 7, 8)
@@ -64,7 +65,10 @@ def bench(
     check_option("attention", attention, list(BACKENDS))
     if target.type == "cpu" and not cells and not compile_time:
         measured = run_tiny(out)
-        print(json.dumps(measured, indent=1)) if as_json else Console().print(tiny_table(measured["tiny"]))
+        if as_json:
+            print(json.dumps(measured, indent=1))
+        else:
+            Console().print(tiny_table(measured["tiny"]))
         return
     chosen = select(all_cells(target), [p for text in cells or [] for p in text.split(",")])
     names = [name for name in SPECULATORS if any(c.speculator == name for c in chosen)]
@@ -85,9 +89,10 @@ def show(paths: Sequence[Path], as_json: bool) -> None:
     """Print what result files hold."""
     found, environments = load_cells(paths)
     if as_json:
-        print(json.dumps({"environments": environments, "cells": found}, indent=1))
+        print(json.dumps({"environments": environments, "cells": found, "verdict": verdict(found)}, indent=1))
     else:
         Console(width=None if sys.stdout.isatty() else 200).print(terminal_table(found))
+        print("\n".join(verdict(found)))
     say(f"results: {', '.join(map(str, paths))}")
 
 

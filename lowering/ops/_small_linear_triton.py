@@ -39,10 +39,7 @@ def _inputs(
     EVEN: tl.constexpr,
 ) -> tl.tensor:
     """A part of one row of x, normed, rounded as the model rounds it, in float32: [BLOCK_K]."""
-    if EVEN:
-        part = tl.load(x + at)
-    else:
-        part = tl.load(x + at, mask=at < K, other=0.0)
+    part = tl.load(x + at) if EVEN else tl.load(x + at, mask=at < K, other=0.0)
     if NORM:
         weights = tl.load(gain + at, mask=at < K, other=0.0)
         part = (part.to(tl.float32) * scale).to(x.dtype.element_ty) * weights

@@ -26,6 +26,7 @@ from draftfuse.bench.runner import add_ratios, measure_cells
 from draftfuse.bench.span import Span, split_propose
 from draftfuse.bench.speculators import BenchSpeculator, MtpBlock
 from draftfuse.bench.table import load_cells, readme_table, terminal_table
+from draftfuse.bench.verdict import verdict
 from draftfuse.bench.workload import Workload, uniform_batch
 from draftfuse.errors import InvalidOptionError
 
@@ -316,6 +317,36 @@ def test_terminal_table_has_a_row_for_each_mode(files: Files) -> None:
     table = terminal_table(found)
     assert table.row_count == 3
     assert "OutOfMemoryError: no" in list(table.columns[3].cells)
+
+
+def judged(name: str, ours: list[float], hand: list[float], floor: float, kv_share: float = 0.1) -> Record:
+    measured: dict[str, Record] = {
+        mode: {"gpu_ms": sum(rounds) / 2, "rounds_ms": rounds} for mode, rounds in (("hand", hand), ("draftfuse", ours))
+    }
+    add_ratios(measured, floor)
+    return {"cell": name, "kv_share": kv_share, "modes": measured}
+
+
+def test_the_verdict_names_misses() -> None:
+    found = verdict(
+        [
+            judged("eagle-a/r1/k8/c1024", [1.5, 1.5], [2.0, 2.0], 1.23),
+            judged("eagle-b/r1/k8/c1024", [1.1, 1.1], [1.0, 1.0], 0.5),
+            judged("eagle-b/r64/k8/c8192", [1.1, 1.0], [1.0, 1.0], 0.5, kv_share=0.9),
+        ]
+    )
+    assert found == [
+        "never slower: 2 of 3 cells",
+        "fused by hand / draftfuse, median of 2 cells with little KV: 1.121",
+        "miss: eagle-b/r1/k8/c1024: slower than hand",
+        "miss: eagle-b/r1/k8/c1024: hand_over 0.909, goal 1.25",
+        "miss: eagle-b/r1/k8/c1024: to_floor 2.200, goal 1.5",
+    ]
+
+
+def test_a_cell_without_a_number_is_a_miss() -> None:
+    cell = {"cell": "mtp/r1/k4/c64", "kv_share": 0.1, "modes": {"draftfuse": {"error": "no"}}}
+    assert verdict([cell]) == ["never slower: 0 of 1 cells", "miss: mtp/r1/k4/c64: no number"]
 
 
 # ---- the command

@@ -49,6 +49,17 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any] | No
     return _REGISTERED[name]
 
 
+log = register("log(Tensor x, Tensor(a!) out) -> ()", lambda x, out: out.copy_(x))
+add_in = register("add_in(Tensor(a!) out, Tensor x) -> ()", lambda out, x: out.add_(x))
+peek = register("peek(Tensor x) -> Tensor", lambda x: (x * 2 + 1).contiguous(), lambda x: x.new_empty(x.shape))
+HIDDEN: list[Tensor] = []  # what peek_hidden reads beside its argument
+peek_hidden = register(
+    "peek_hidden(Tensor x) -> Tensor",
+    lambda x: (x + sum(h.sum() for h in HIDDEN)).contiguous(),
+    lambda x: x.new_empty(x.shape),
+)
+
+
 def build(function: Function, *tensors: Tensor) -> fx.Graph:
     """The IR of ``function``, which returns nothing and writes its arguments; placeholders carry the argument's name."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -96,11 +107,13 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 def assert_equal_eager(
     function: Function, graph: fx.Graph, *tensors: Tensor, run: Callable[..., Any] = run_graph
 ) -> None:
-    """``graph`` leaves in its inputs, bit for bit, what ``function`` leaves in them."""
+    """``graph`` leaves in its inputs, bit for bit, what ``function`` leaves in them; ``peek_hidden`` reads them too."""
     expected, got = copies(tensors), copies(tensors)
     torch.manual_seed(0)
+    HIDDEN[:] = expected
     function(*expected)
     torch.manual_seed(0)
+    HIDDEN[:] = got
     run(graph, got)
     for name, want, have in zip(function.__code__.co_varnames, expected, got, strict=False):
         assert torch.equal(want, have), f"{name}: eager {want}, graph {have}"
@@ -113,6 +126,16 @@ def run_emitted(graph: fx.Graph, tensors: Sequence[Tensor], compiler: str = "non
     emission = emit(graph, ir.fake_mode_of(graph), live, compiler=compiler)
     emission.bind(0, Workspace()).run()
     return emission
+
+
+def mutations(graph: fx.Graph) -> list[str]:
+    """Operators that write an argument, in order."""
+    return [str(node.target) for node in graph.nodes if ir.is_mutation(node)]
+
+
+def numbers(count: int, dtype: torch.dtype = torch.float32, first: int = 1) -> Tensor:
+    """first, first + 1, ...: exact in every dtype that the tests use."""
+    return torch.arange(first, first + count).to(dtype)
 
 
 def targets(graph: fx.Graph) -> list[str]:
