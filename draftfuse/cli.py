@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from draftfuse.bench.command import bench
+from draftfuse.errors import DraftfuseError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Compiler of draft loops for speculative decoding.")
+
+class Commands(TyperGroup):
+    """A user's mistake ends with its message and exit code 2, not with a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DraftfuseError as error:
+            typer.echo(f"{type(error).__name__}: {error}", err=True)
+            raise typer.Exit(2) from error
+
+
+HELP = "Compiler of draft loops for speculative decoding."
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, help=HELP)
 app.command()(bench)
 
 
@@ -27,7 +42,7 @@ def main(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command()
 def demo(
     text: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Take prompts from this file.")] = None,
-    k: Annotated[int, typer.Option("--k", min=1, help="Draft tokens a step.")] = 4,
+    k: Annotated[int, typer.Option("--k", min=2, help="Draft tokens a step.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     compiler: Annotated[str, typer.Option(help="inductor, or none for the eager kernels.")] = "inductor",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each request.")] = 64,

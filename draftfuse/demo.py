@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console, Group
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -29,7 +29,7 @@ MODES = ("eager", "split", "fused")
 TEMPERATURES = {"greedy": 0.0, "gumbel": 0.5}
 PROMPT_TOKENS = 192
 SPANS = 30  # measured decode loops a mode
-CALLS = ("graph replays", "compiled calls", "eager steps")  # counters of a report; a mode moves one of them
+CALLS = {"graph replays": "launches", "compiled calls": "calls", "eager steps": "steps"}  # counters of a report
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Run:
     def calls(self) -> tuple[float, str]:
         """Launches or calls a propose, and the name of what was counted."""
         counters, proposals = self.fused.report.counters, sum(len(g.drafts) for g in self.generations.values())
-        name = next((name for name in CALLS if counters[name]), CALLS[-1])
+        name = next((name for name in CALLS if counters[name]), "eager steps")
         return counters[name] / max(1, proposals), name
 
     @property
@@ -173,7 +173,7 @@ def summary(
         "compiler": options.compiler,
         "device": device_name(options.device),
         "torch": torch.__version__,
-        "sample": [decode(prompts[0][-PROMPT_TOKENS // 2 :]), decode(runs["fused"].generations["greedy"].tokens[0])],
+        "sample": [decode(prompts[0]), decode(runs["fused"].generations["greedy"].tokens[0])],
     }
 
 
@@ -223,8 +223,8 @@ def decode(tokens: list[int]) -> str:
 def show(result: dict[str, Any], console: Console) -> None:
     """Print a result of :func:`demo`."""
     prompt, text = result["sample"]
-    sample = Text.assemble((prompt, "dim"), (text, "bold green"))
-    title = f"the first of {result['requests']} texts: the prompt's end, and what was generated"
+    sample = Text.assemble((prompt.lstrip(), "dim"), ("⟩", "bold"), (text, "bold green"))
+    title = f"the first of {result['requests']} texts: prompt ⟩ what was generated"
     console.print(Panel(sample, title=title, title_align="left"), modes_table(result), passes_table(result))
     for line in result["fallbacks"]:
         console.print(f"[yellow]fallback: {line}")
@@ -233,37 +233,29 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 def modes_table(result: dict[str, Any]) -> Table:
     heading = f"K = {result['k']}, {result['device']}, torch {result['torch']}, compiler {result['compiler']}"
-    columns = (
-        "mode",
-        "same drafts",
-        "target's text",
-        "accepted a step",
-        "calls a propose",
-        "decode loop, CPU",
-        "speed-up",
-    )
-    table = Table(*columns, title=heading, title_justify="left")
+    columns = ("mode", "same drafts", "target's text", *(f"accepted, {how}" for how in TEMPERATURES))
+    table = Table(*columns, "a propose", "decode loop", "speed-up", title=heading, title_justify="left")
     for name, mode in result["modes"].items():
-        lengths = " / ".join(f"{length:.2f} {how}" for how, length in mode["acceptance_length"].items())
-        calls = f"{mode['calls_per_propose']:g} {mode['calls_are']}"
         yes = ["yes" if mode[key] else "[red]NO" for key in ("tokens_match", "text_is_the_targets")]
-        table.add_row(name, *yes, lengths, calls, f"{mode['decode_span_ms']:.2f} ms", f"{mode['speedup']:.2f} x")
+        lengths = [f"{length:.2f}" for length in mode["acceptance_length"].values()]
+        calls = f"{mode['calls_per_propose']:g} {CALLS[mode['calls_are']]}"
+        table.add_row(name, *yes, *lengths, calls, f"{mode['decode_span_ms']:.2f} ms", f"{mode['speedup']:.2f} x")
     return table
 
 
 def passes_table(result: dict[str, Any]) -> Table:
-    table = Table(
-        "build", "pass", "rewrites", "nodes left", "ms", title="passes of the fused loop", title_justify="left"
-    )
-    for p in result["passes"]:
-        table.add_row(p["build"], p["name"], str(p["rewrites"]), str(p["nodes"]), f"{p['seconds'] * 1e3:.0f}")
+    """One row a pass, one column a build."""
+    builds = list(dict.fromkeys(p["build"] for p in result["passes"]))
+    title = "passes of the fused loop: rewrites, and nodes left"
+    table = Table("pass", *builds, title=title, title_justify="left")
+    cells = {(p["name"], p["build"]): f"{p['rewrites']}, {p['nodes']}" for p in result["passes"]}
+    for name in dict.fromkeys(name for name, _ in cells):
+        table.add_row(name, *(cells.get((name, build), "") for build in builds))
     return table
 
 
-def verdict(result: dict[str, Any]) -> Group:
+def verdict(result: dict[str, Any]) -> str:
     """The last line: what was compared, and how it came out."""
     if result["tokens_match"]:
-        return Group(
-            "[green]All modes drafted the same tokens, and every text is the one that the target writes alone."
-        )
-    return Group("[red]Tokens differ: see the table. Rerun with --compiler none to rule out near-ties of logits.")
+        return "[green]All modes drafted the same tokens, and every text is the one that the target writes alone."
+    return "[red]Tokens differ: see the table. --compiler none rules out other roundings of compiled code."

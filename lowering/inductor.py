@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.utils import BoxedBool
@@ -23,6 +23,10 @@ DEFAULT_OPTIONS: dict[str, Any] = {
     # Its patterns turn a residual sum into addmm, which copies the residual first wherever a segment returns the sum.
     "pattern_matcher": False,
 }
+# Inductor inlines a value into each of its readers until it has that many operators. In the hash of gumbel_sample each
+# line reads the last one twice, so bodies double from line to line: at the default of 30 a sampling segment takes more
+# than twice as long to compile as at 10, to code of the same speed.
+CPU_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 10}
 
 
 def compile_graph(
@@ -30,7 +34,8 @@ def compile_graph(
 ) -> tuple[Callable[[list[Any]], Sequence[Any]], list[str]]:
     """Compile a decomposed graph; returns a callable that takes a list, and what the check of its code found."""
     hooks = {"post_grad_custom_post_pass": post_grad_pass, "_pre_fusion_custom_pass": check}
-    patches = {**DEFAULT_OPTIONS, **hooks, **options}
+    on_cpu = all(fake.device.type == "cpu" for fake in fakes if isinstance(fake, Tensor))
+    patches = {**DEFAULT_OPTIONS, **(CPU_OPTIONS if on_cpu else {}), **hooks, **options}
     compiled = _compile(module, fakes, static, patches)
     findings = check.verdict()
     if findings is None:  # cached code that nobody checked: make it again, under the check

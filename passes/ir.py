@@ -215,11 +215,15 @@ def is_static_view(node: fx.Node) -> bool:
     return node.op == "placeholder"
 
 
+def misalignment(val: Tensor) -> int | None:
+    """How many bytes behind a 16-byte boundary of its storage a tensor starts; None if that depends on a size."""
+    offset = expression(val.storage_offset())
+    return offset * val.element_size() % ALIGNMENT if isinstance(offset, int) else None
+
+
 def is_aligned(node: fx.Node) -> bool:
     """Whether a tensor starts on a 16-byte boundary of its storage, whatever the number of requests."""
-    val = node.meta["val"]
-    offset = expression(val.storage_offset())
-    return isinstance(offset, int) and offset * val.element_size() % ALIGNMENT == 0
+    return misalignment(node.meta["val"]) == 0
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:

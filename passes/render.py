@@ -41,7 +41,8 @@ def symbols(graph: fx.Graph) -> set[str]:
 
 def render_node(node: fx.Node, names: dict[fx.Node, str], steps: bool, layout: bool = False) -> str:
     """One line for one node."""
-    line = f"{names[node]}{render_type(ir.value(node), layout)} = {render_target(node)}({render_args(node, names)})"
+    arguments = "" if layout and node.op == "placeholder" else render_args(node, names)
+    line = f"{names[node]}{render_type(ir.value(node), layout)} = {render_target(node)}({arguments})"
     if node.op == "output":
         line = f"return {render_arg(node.args[0], names)}"
     step = ir.draft_step(node)
@@ -79,8 +80,8 @@ def render_arg(arg: Any, names: dict[fx.Node, str]) -> str:
 
 
 def render_type(val: Any, layout: bool) -> str:
-    """``: f32[4, 8]``; with ``layout`` strides and device too."""
+    """``: f32[4, 8]``; with ``layout`` strides, device and the bytes that it starts behind a 16-byte word too."""
     if isinstance(val, Tensor):
         text = f": {_SHORT.get(val.dtype, str(val.dtype).removeprefix('torch.'))}[{', '.join(map(str, val.shape))}]"
-        return f"{text}{tuple(map(str, val.stride()))}@{val.device}" if layout else text
+        return f"{text}{tuple(map(str, val.stride()))}@{val.device}+{ir.misalignment(val)}" if layout else text
     return f": {type(val).__name__}" if val is not None and not isinstance(val, (list, tuple)) else ""

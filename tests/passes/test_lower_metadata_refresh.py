@@ -43,6 +43,20 @@ def test_before_and_after() -> None:
     assert_expected_inline(
         text(graph),
         """\
+%lens_1: f32[4] = input('lens')
+%table_1: f32[8] = input('table')
+%hidden_1: f32[4] = input('hidden')
+%row_clamp: f32[4] = input('draftfuse.rows[1].clamp')  # refresh 1
+%row_mul: f32[4] = input('draftfuse.rows[1].mul')  # refresh 1
+%row_clamp_1: f32[4] = input('draftfuse.rows[2].clamp_1')  # refresh 2
+%row_mul_2: f32[4] = input('draftfuse.rows[2].mul_2')  # refresh 2
+%refresh_hash_default = draftfuse_gen.refresh_hash.default([%lens_1, %hidden_1], [], [%row_clamp, %row_mul])  # refresh 1
+%mul_1: f32[4] = aten.mul.Tensor(%row_clamp, %row_mul)  # forward 1
+%log = toy.log.default(%mul_1, %hidden_1)  # forward 1
+%refresh_hash_default_1 = draftfuse_gen.refresh_hash.default([%lens_1, %hidden_1], [], [%row_clamp_1, %row_mul_2])  # refresh 2
+%mul_3: f32[4] = aten.mul.Tensor(%row_clamp_1, %row_mul_2)  # forward 2
+%log_1 = toy.log.default(%mul_3, %hidden_1)  # forward 2
+return []
 """,
     )
 
@@ -54,6 +68,13 @@ def test_the_operator_holds_the_refresh() -> None:
     assert_expected_inline(
         render(call.meta["body"].graph),
         """\
+%arg0: f32[4] = input()
+%arg1: f32[4] = input()
+%add: f32[4] = aten.add.Tensor(%arg0, %arg1)
+%sub: f32[4] = aten.sub.Tensor(%add, 4)
+%clamp: f32[4] = aten.clamp.default(%sub, 0)
+%mul: f32[4] = aten.mul.Tensor(%clamp, 2)
+return [%clamp, %mul]
 """,
     )
     assert str(call.target._schema).endswith("(Tensor[] reads, SymInt[] sizes, Tensor(a!)[] rows) -> ()")
