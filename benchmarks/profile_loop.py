@@ -1,6 +1,6 @@
 """Which kernels a loop runs and how long each takes: the modes of one cell side by side.
 
-    python benchmarks/profile_loop.py --cell eagle-a/r1/k8/c1024 --modes whole,draftfuse
+python benchmarks/profile_loop.py --cell eagle-a/r1/k8/c1024 --modes whole,draftfuse
 """
 
 from __future__ import annotations

@@ -1,23 +1,30 @@
 """Every tile of the small linear kernel against the vendor's product, for the shapes of a draft head.
 
-    python benchmarks/tune_small_linear.py
+python benchmarks/tune_small_linear.py
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from draftfuse.lowering.ops._small_linear_triton import CANDIDATES, launch
+from draftfuse.lowering.ops._small_linear_triton import CANDIDATES, Tile, launch
 from draftfuse.lowering.tune import ROTATED_BYTES, graph_time
 
 SHAPES = ((6144, 8192), (4096, 4096), (28672, 4096), (4096, 14336), (32000, 4096), (3072, 4096), (2048, 2048),
           (16384, 2048), (2048, 8192), (32000, 2048))  # fmt: skip
+
+
+def own(x: Tensor, gain: Tensor | None, tile: Tile, weight: Tensor) -> Tensor:
+    """draftfuse's kernel; with a gain also norm and SwiGLU."""
+    return launch(x, weight, gain, 1e-5, gain is not None, None, tile)
 
 
 def main() -> None:
@@ -27,9 +34,9 @@ def main() -> None:
         count = max(2, ROTATED_BYTES // (2 * outputs * inputs))
         weights = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
         x, gain = torch.randn(1, inputs, device="cuda").bfloat16(), torch.rand(inputs, device="cuda").bfloat16()
-        times = [graph_time(lambda w: F.linear(x, w), weights)]
-        times += [graph_time(lambda w, t=t: launch(x, w, None, 0.0, False, None, t), weights) for t in CANDIDATES]
-        times += [graph_time(lambda w, t=t: launch(x, w, gain, 1e-5, True, None, t), weights) for t in CANDIDATES[:2]]
+        times = [graph_time(partial(F.linear, x), weights)]
+        times += [graph_time(partial(own, x, None, t), weights) for t in CANDIDATES]
+        times += [graph_time(partial(own, x, gain, t), weights) for t in CANDIDATES[:2]]
         print(f"{outputs:6d} x {inputs:5d}", *(f"{1e3 * t:7.1f}" for t in times), sep="  ", flush=True)
 
 

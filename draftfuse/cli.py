@@ -45,7 +45,7 @@ def demo(
     k: Annotated[int, typer.Option("--k", min=2, help="Draft tokens a step.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     compiler: Annotated[str, typer.Option(help="inductor, or none for the eager kernels.")] = "inductor",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each request.")] = 64,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each request.")] = 64,
     requests: Annotated[int, typer.Option(min=1, help="Requests in the batch.")] = 4,
     device: Annotated[str, typer.Option(help="cpu or cuda; cuda where there is one.")] = "",
 ) -> None:

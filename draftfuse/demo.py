@@ -68,7 +68,7 @@ class Run:
 
 def demo(options: Options) -> dict[str, Any]:
     """Run all modes; the result is what ``--json`` prints."""
-    prompts = cut_prompts(options.text or held_out_text(), options.requests)
+    prompts = cut_prompts(held_out_text() if options.text is None else options.text, options.requests)
     with one_thread(options.device):
         limits = limits_of(options, prompts)
         target = Target.from_packaged(limits, options.device)

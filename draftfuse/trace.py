@@ -174,7 +174,9 @@ def lift_constants(traced: Trace) -> None:
             value = getattr(traced.module, name)
             with traced.graph.inserting_after(ir.placeholders(traced.graph)[-1]):
                 lifted[name] = traced.graph.placeholder(f"constant{len(lifted)}")
-            lifted[name].meta.update(val=traced.fake_mode.from_tensor(value, static_shapes=True), path=f"constant {name}", literal=True)
+            lifted[name].meta.update(
+                val=traced.fake_mode.from_tensor(value, static_shapes=True), path=f"constant {name}", literal=True
+            )
             traced.tensors[lifted[name].name] = value
         node.replace_all_uses_with(lifted[name])
         traced.graph.erase_node(node)

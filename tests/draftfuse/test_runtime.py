@@ -39,7 +39,8 @@ def uniform(spec: Any, lengths: list[int], seed: int = 0) -> DraftBatch:
 
 
 @pytest.mark.parametrize(
-    ("mode", "counter", "times"), [("fused", "compiled calls", 1), ("split", "compiled calls", K - 1), ("eager", "eager steps", K - 1)]
+    ("mode", "counter", "times"),
+    [("fused", "compiled calls", 1), ("split", "compiled calls", K - 1), ("eager", "eager steps", K - 1)],
 )
 def test_counts_of_a_ragged_batch(mode: str, counter: str, times: int) -> None:
     spec = Small(k=K)
@@ -261,7 +262,7 @@ def test_batches_that_do_not_fit_are_refused() -> None:
 
 
 class Serving(RuleBasedStateMachine):
-    """Random batches, values of k and capacities against a fresh eager loop, request by request as an engine has them."""
+    """Random batches, values of k and capacities against an eager loop, request by request as an engine has them."""
 
     @initialize()
     def start(self) -> None:

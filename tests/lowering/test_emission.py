@@ -75,7 +75,7 @@ def built(k: int, compiler: str = "none") -> emit.Emission:
 
 def keys(k: int) -> list[str]:
     emission = built(k)
-    items = [i for i in partition(emission.graph).items]
+    items = partition(emission.graph).items
     return [e.key for i in items if (e := emit._extract_item(i, emission.symbol)) is not None]
 
 

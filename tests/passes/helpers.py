@@ -61,7 +61,7 @@ peek_hidden = register(
 
 
 def build(function: Function, *tensors: Tensor) -> fx.Graph:
-    """The IR of ``function``, which returns nothing and writes its arguments; placeholders carry the argument's name."""
+    """The IR of ``function``, which returns nothing and writes its arguments; inputs carry the argument's name."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = [mode.from_tensor(t, static_shapes=True) for t in tensors]
     with torch.no_grad(), fx_traceback.preserve_node_meta(), mode:
@@ -99,7 +99,9 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Deep copies that alias each other where the originals do."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().clone() for t in tensors}
     return [
-        torch.empty(0, dtype=t.dtype).set_(storages[t.untyped_storage()._cdata], t.storage_offset(), t.shape, t.stride())
+        torch.empty(0, dtype=t.dtype).set_(
+            storages[t.untyped_storage()._cdata], t.storage_offset(), t.shape, t.stride()
+        )
         for t in tensors
     ]
 
@@ -140,7 +142,9 @@ def numbers(count: int, dtype: torch.dtype = torch.float32, first: int = 1) -> T
 
 def targets(graph: fx.Graph) -> list[str]:
     """Operator names in order."""
-    return [str(n.target) if n.target is not operator.getitem else "getitem" for n in graph.nodes if n.op == "call_function"]
+    return [
+        str(n.target) if n.target is not operator.getitem else "getitem" for n in graph.nodes if n.op == "call_function"
+    ]
 
 
 def reads_nothing(node: fx.Node) -> Collection[int] | None:

@@ -76,7 +76,16 @@ def test_alignment_is_sixteen_bytes(start: int, aligned: bool) -> None:
 
 def test_geometry_tells_what_part_and_how() -> None:
     base = torch.zeros(8, dtype=torch.complex64)
-    views = [base, base[:4], base[4:], base[::2], base.conj(), torch.view_as_real(base), base.view(2, 4), base.view(4, 2)]
+    views = [
+        base,
+        base[:4],
+        base[4:],
+        base[::2],
+        base.conj(),
+        torch.view_as_real(base),
+        base.view(2, 4),
+        base.view(4, 2),
+    ]
     geometries = [ir.geometry(v) for v in views]
     assert len(set(geometries)) == len(views)
     assert ir.geometry(base[2:6]) == ir.geometry(base[1:][1:5])

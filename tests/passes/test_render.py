@@ -71,7 +71,9 @@ def test_a_slice_argument_prints_its_bounds() -> None:
     whole = graph.placeholder("whole")
     part = graph.call_function(torch.ops.aten.clone.default, (slice(0, whole), None, "text", [1, 2.5, True]))
     graph.output((part,))
-    assert render(graph).splitlines()[1] == "%clone_default = aten.clone.default(0:%whole, None, 'text', [1, 2.5, True])"
+    assert (
+        render(graph).splitlines()[1] == "%clone_default = aten.clone.default(0:%whole, None, 'text', [1, 2.5, True])"
+    )
 
 
 def text_of(function: Callable[..., None], *tensors: Tensor) -> str:

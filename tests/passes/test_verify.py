@@ -117,7 +117,7 @@ def test_run_checks_after_each_pass_and_names_it(monkeypatch: pytest.MonkeyPatch
         return 1
 
     monkeypatch.setenv("DRAFTFUSE_CHECK", "1")
-    with pytest.raises(AssertionError, match="^after breaks_views: no fake value"):
+    with pytest.raises(AssertionError, match=r"^after breaks_views: no fake value"):
         run(build(loop, A, OUT), [partial(breaks_views)])
     monkeypatch.setenv("DRAFTFUSE_CHECK", "0")
     assert [report.name for report in run(build(loop, A, OUT), [partial(breaks_views)])] == ["breaks_views"]

@@ -65,14 +65,14 @@ def make(kind: str, k: int) -> tuple[Any, list[Tensor]]:
     return spec, [*own, *(tensor for pair in target.caches for tensor in pair)]
 
 
-def make_batch(rows: int, seed: int) -> draftfuse.DraftBatch:
-    """Ragged queries and lengths, some rejected, greedy and sampled rows; row 0 reaches max_model_len while drafting."""
+def make_batch(rows: int, seed: int, query_len: int | None = None) -> draftfuse.DraftBatch:
+    """Ragged queries (or ``query_len`` each), some rejected, greedy and sampled; row 0 reaches the length limit."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> Tensor:
         return torch.randint(low, high, (rows,), generator=generator)
 
-    queries = draw(2, 6)
+    queries = draw(2, 6) if query_len is None else torch.full((rows,), query_len)
     lengths = queries + draw(1, 20)
     lengths[0] = CONFIG.max_position_embeddings
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), queries.cumsum(0)])
@@ -94,18 +94,22 @@ def make_batch(rows: int, seed: int) -> draftfuse.DraftBatch:
         temperature=torch.tensor([0.0, 0.7, 0.0, 1.3])[:rows],
         seeds=torch.arange(rows) + 2**40,
         idx_mapping=torch.arange(rows),
+        max_query_len=query_len,
     )
 
 
-def record(kind: str, k: int, mode: str, calls: list[tuple[int, int]]) -> tuple[list[dict[str, Tensor]], Any]:
-    """All that can be seen after each call of ``propose`` on (rows, k): tokens, persistent inputs, KV."""
+Call = tuple[int, int, int | None]  # rows, k, tokens a row (None: ragged)
+
+
+def record(kind: str, k: int, mode: str, calls: list[Call]) -> tuple[list[dict[str, Tensor]], draftfuse.FusedDraft]:
+    """All that can be seen after each call of ``propose``: tokens, persistent inputs of live rows, all KV."""
     spec, caches = make(kind, k)
     fused = draftfuse.compile(spec, mode=mode, compiler="none", request_capacities=[ROWS])
     seen = []
-    for seed, (rows, count) in enumerate(calls):
-        tokens = fused.propose(make_batch(rows, seed), count, copy=True)
+    for seed, (rows, count, query_len) in enumerate(calls):
+        tokens = fused.propose(make_batch(rows, seed, query_len), count, copy=True)
         state = {f"kv{i}": cache.clone() for i, cache in enumerate(caches)}
-        state |= {name: tensor.clone() for name, tensor in spec.inputs.named_tensors().items()}
+        state |= {name: tensor[:rows].clone() for name, tensor in spec.inputs.named_tensors().items()}
         seen.append({"tokens": tokens, **state})
     return seen, fused
 
@@ -116,14 +120,17 @@ def record(kind: str, k: int, mode: str, calls: list[tuple[int, int]]) -> tuple[
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_split_and_fused_equal_eager_bit_for_bit(kind: str, k: int) -> None:
-    calls = [(ROWS, k), (3, k), (1, k), (2, min(k, 2)), (ROWS, 0)]
+    ragged: list[Call] = [(ROWS, k, None), (3, k, None), (1, k, None), (2, min(k, 2), None), (ROWS, 0, None)]
+    uniform: list[Call] = [(ROWS, k, k + 1), (2, k, k + 1)]
+    calls = ragged + uniform
     expected, _ = record(kind, k, "eager", calls)
     for mode in ("split", "fused"):
         seen, fused = record(kind, k, mode, calls)
         assert not fused.report.fallbacks
-        for call, (before, after) in enumerate(zip(expected, seen, strict=True)):
+        assert not fused.report.findings
+        for call, before, after in zip(calls, expected, seen, strict=True):
             differing = [name for name in before if not torch.equal(before[name], after[name])]
-            assert not differing, (mode, calls[call])
+            assert not differing, (mode, call)
 
 
 def test_one_ladder_step_a_power_of_two_gives_the_same_tokens() -> None:
@@ -135,16 +142,15 @@ def test_one_ladder_step_a_power_of_two_gives_the_same_tokens() -> None:
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_row_at_the_length_limit_stops_writing(kind: str) -> None:
-    seen, _ = record(kind, 5, "eager", [(ROWS, 5)])
-    advances = kind != "static"
+    seen, _ = record(kind, 5, "eager", [(ROWS, 5, None)])
     last = CONFIG.max_position_embeddings - 1
-    assert int(seen[0]["positions"][0]) == (last if advances else last - 1)
-    assert int(seen[0]["seq_lens"][0]) == (last if advances else last)
+    assert int(seen[0]["positions"][0]) == (last - 1 if kind == "static" else last)
+    assert int(seen[0]["seq_lens"][0]) == last  # at position last it is dead
 
 
 def test_the_static_drafter_writes_no_kv_and_stays() -> None:
     _, before = make("static", 5)
-    seen, _ = record("static", 5, "fused", [(ROWS, 5)])
+    seen, _ = record("static", 5, "fused", [(ROWS, 5, None)])
     assert all(torch.equal(cache, seen[0][f"kv{i}"]) for i, cache in enumerate(before))
     batch = make_batch(ROWS, 0)
     last = batch.query_start_loc[1:].long() - 1 - batch.num_rejected
@@ -211,16 +217,20 @@ def test_engine_refuses_what_does_not_fit() -> None:
 # ---- the packaged model means what its training script means
 
 
-@pytest.fixture(scope="module")
-def training() -> ModuleType:
-    path = Path(__file__).parents[2] / "examples" / "train_tiny.py"
-    spec = importlib.util.spec_from_file_location("train_tiny", path)
+def load_example(name: str) -> ModuleType:
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["train_tiny"] = module  # its dataclasses look themselves up
+    sys.modules[module.__name__] = module  # its dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def training() -> ModuleType:
+    return load_example("train_tiny")
 
 
 @pytest.mark.parametrize("k", [4])
@@ -240,8 +250,20 @@ def test_target_and_head_are_the_trained_ones(training: ModuleType, k: int) -> N
     hidden = theirs(ids)
     assert run.first_batch is not None
     torch.testing.assert_close(run.first_batch.hidden_states, hidden[0, : len(prompt)], atol=1e-3, rtol=1e-3)
-    drafted = [theirs.lm_head(h)[0, len(prompt) - 1 + s] for s, h in enumerate(training.unroll(theirs, head, ids, hidden))]
-    assert [int(logits.argmax()) for logits in drafted] == run.drafts[0][0].tolist()
+    steps = enumerate(training.unroll(theirs, head, ids, hidden), start=len(prompt) - 1)
+    best = [int(theirs.lm_head(features[0, row]).argmax()) for row, features in steps]
+    assert best == run.drafts[0][0].tolist()
+
+
+# ---- the examples run
+
+
+@pytest.mark.parametrize("name", ["eagle", "draft_model", "static_drafter"])
+def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    load_example(name).main(compiler="none")
+    said = capsys.readouterr().out
+    assert "fallback" not in said
+    assert "writes the same: False" not in said
 
 
 # ---- Inductor

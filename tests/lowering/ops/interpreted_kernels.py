@@ -111,9 +111,7 @@ def test_write_kv_without_tokens() -> None:
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("with_gain", [False, True])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 32), (3, 520, 40), (4, 1024, 16), (2, 2048, 10)])
-def test_small_linear(
-    rows: int, inputs: int, outputs: int, with_gain: bool, swiglu: bool, with_residual: bool
-) -> None:
+def test_small_linear(rows: int, inputs: int, outputs: int, with_gain: bool, swiglu: bool, with_residual: bool) -> None:
     x = torch.randn(rows, 2, inputs)[:, 1]
     weight, gain = torch.randn(outputs, inputs) * inputs**-0.5, torch.rand(inputs) if with_gain else None
     residual = torch.randn(rows, outputs // 2 if swiglu else outputs) if with_residual else None

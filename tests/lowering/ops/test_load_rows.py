@@ -7,7 +7,12 @@ from torch import Tensor
 
 from draftfuse.lowering.ops.load_rows import READ, WRITTEN, load_rows
 
-KINDS = {"input_ids": torch.int32, "seq_lens": torch.int32, "query_start_loc": torch.int32, "temperature": torch.float32}
+KINDS = {
+    "input_ids": torch.int32,
+    "seq_lens": torch.int32,
+    "query_start_loc": torch.int32,
+    "temperature": torch.float32,
+}
 
 
 def buffers(length: int = 12) -> dict[str, Tensor]:
