@@ -67,6 +67,7 @@ def finish(
     """Passes and emission of a traced loop, and the report on both."""
     settings.inspect(traced)
     refuse_outputs(traced)
+    refuse_higher_order(traced)
     steps = passes_for(traced, small=has_own_kernel if settings.compiler == "inductor" else never)
     whole = settings.emission == "whole" and settings.compiler == "inductor"
     # In a whole graph the refresh stays values: Inductor fuses it with what reads it.
@@ -129,5 +130,17 @@ def refuse_outputs(traced: Trace) -> None:
             f"a tensor of shape {tuple(map(str, ir.value(node).shape))}",
             "writes into tensors that exist before the loop",
             "Allocate the tensor once, and copy_ into it.",
+            ir.source_line(node),
+        )
+
+
+def refuse_higher_order(traced: Trace) -> None:
+    """A raw Triton launch or a traced sub-graph says nothing of what it reads and writes."""
+    for node in filter(ir.is_higher_order, traced.graph.nodes):
+        raise UnsafeLoopError(
+            "the loop calls a raw kernel or a sub-graph",
+            str(node.target),
+            "registered operators, whose schema says what they write",
+            "Wrap the call in an operator (torch.library) with exact mutates_args.",
             ir.source_line(node),
         )

@@ -170,6 +170,8 @@ def lift_constants(traced: Trace) -> None:
     lifted: dict[str, fx.Node] = {}
     for node in list(traced.graph.find_nodes(op="get_attr")):
         name = str(node.target)
+        if not isinstance(getattr(traced.module, name), Tensor):
+            continue  # the sub-graph of a higher-order operator, which the build refuses
         if name not in lifted:
             value = getattr(traced.module, name)
             with traced.graph.inserting_after(ir.placeholders(traced.graph)[-1]):

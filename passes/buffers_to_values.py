@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from draftfuse.passes import ir
@@ -114,7 +114,7 @@ class _Forwarding:
         return self.settle(new, target, node)
 
     def settle(self, new: fx.Node, target: fx.Node, node: fx.Node) -> fx.Node:
-        """Bring a value to the type and shape of its buffer, in memory that nobody writes."""
+        """Bring a value to the type, shape and order of its buffer, in memory that nobody writes."""
         have, want = ir.value(new), ir.value(target)
         if new is target:
             return new
@@ -124,8 +124,23 @@ class _Forwarding:
         if tuple(map(ir.expression, have.shape)) != tuple(map(ir.expression, want.shape)):
             sizes = [self.size(s, target, i) for i, s in enumerate(want.shape)]
             new = ir.call(self.graph, aten.expand.default, (new, sizes), {}, node)
+        if ir.memory_order(ir.value(new)) != ir.memory_order(want):
+            return self.reordered(new, want, node)
         if ir.storage(new) in self.mutated:
             new = ir.call(self.graph, aten.clone.default, (new,), {}, node)
+        return new
+
+    def reordered(self, new: fx.Node, want: Tensor, node: fx.Node) -> fx.Node:
+        """A copy with dimensions in the memory order of the buffer: what readers make of it has that order too."""
+        order = sorted(range(want.dim()), key=lambda dim: -ir.hint(want.stride(dim)))
+        back = [order.index(dim) for dim in range(want.dim())]
+        for target, args, kwargs in (
+            (aten.permute.default, (order,), {}),
+            (aten.clone.default, (), {"memory_format": torch.contiguous_format}),
+            (aten.permute.default, (back,), {}),
+        ):
+            if args != (sorted(order),):
+                new = ir.call(self.graph, target, (new, *args), kwargs, node)
         return new
 
     def size(self, number: object, target: fx.Node, dim: int) -> object:

@@ -95,6 +95,18 @@ def expression(number: Any) -> Any:
     return number.node.expr if isinstance(number, torch.SymInt) else number
 
 
+def hint(number: Any) -> int:
+    """A size as an integer: the one that was traced with, where it is symbolic."""
+    return int(number.node.hint) if isinstance(number, torch.SymInt) else int(number)
+
+
+def memory_order(val: Tensor) -> list[int]:
+    """Dimensions from the outermost in memory to the innermost, without those that no stride places."""
+    sizes, strides = list(map(hint, val.shape)), list(map(hint, val.stride()))
+    placed = [dim for dim in range(val.dim()) if sizes[dim] != 1 and strides[dim] != 0]
+    return sorted(placed, key=lambda dim: -strides[dim])
+
+
 def schema_of(node: fx.Node) -> torch.FunctionSchema | None:
     """The operator schema of ``node``, None for placeholders, getitem and the like."""
     return node.target._schema if isinstance(node.target, OpOverload) else None

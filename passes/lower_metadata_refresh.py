@@ -140,7 +140,7 @@ def _body(members: list[fx.Node], reads: list[fx.Node], results: list[fx.Node]) 
 
 def _memory_order(node: fx.Node) -> list[int]:
     """Dimensions of a value from the outermost in memory to the innermost."""
-    hints = [s if isinstance(s, int) else s.node.hint for s in ir.value(node).stride()]
+    hints = list(map(ir.hint, ir.value(node).stride()))
     return sorted(range(len(hints)), key=lambda dim: -hints[dim])
 
 

@@ -51,7 +51,9 @@ def loops(draw: st.DrawFn) -> tuple[Config, list[tuple[Any, int | None]], list[i
 
 
 @pytest.mark.slow
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(loops())
 def test_fused_equals_eager(loop: tuple[Config, list[tuple[Any, int | None]], list[int]]) -> None:
     config, calls, capacities = loop

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import draftfuse
 from draftfuse import DraftBatch
+from draftfuse.build import refuse_higher_order
 from draftfuse.dispatch import DECODE, PREFILL, PROPOSE, Descriptor
 from draftfuse.errors import (
     ClosedError,
@@ -20,7 +21,9 @@ from draftfuse.errors import (
     InvalidBatchError,
     InvalidOptionError,
     StaleAddressError,
+    UnsafeLoopError,
 )
+from draftfuse.trace import trace
 from tests.failures.small import Pair, Small, batch_of, three_rows
 
 K = 4
@@ -308,3 +311,13 @@ _SHARED = (compiled(Small(k=K)), compiled(Small(k=K), mode="eager"))  # one set 
 _KEY, _VALUE = _SHARED[0].spec.key.clone(), _SHARED[0].spec.value.clone()
 TestServing = Serving.TestCase
 TestServing.settings = settings(max_examples=12, stateful_step_count=12, deadline=None)
+
+
+def branching(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)))
+
+
+def test_sub_graphs_and_raw_kernels_are_refused_at_the_users_line() -> None:
+    traced = trace(branching, (torch.ones(3), torch.zeros(3)))
+    with pytest.raises(UnsafeLoopError, match=r"raw kernel or a sub-graph(?s:.*)torch\.cond\(x\.sum\(\) > 0"):
+        refuse_higher_order(traced)
