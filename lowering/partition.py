@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from draftfuse.passes import ir
+from draftfuse.passes import ir, memory
 
 aten = torch.ops.aten
 
@@ -95,7 +95,7 @@ def _is_static(node: fx.Node, known: set[fx.Node]) -> bool:
 def _eager_memory(graph: fx.Graph) -> set[int]:
     """Tensors made inside the loop whose place matters, to an opaque operator for one: Inductor must not make them."""
     inputs = ir.input_storages(graph)
-    return ir.pinned_storages(graph) - inputs.keys()
+    return memory.pinned_storages(graph) - inputs.keys()
 
 
 def _touches(node: fx.Node, eager: set[int]) -> bool:
@@ -118,9 +118,9 @@ def _is_foldable(node: fx.Node, current: Segment) -> bool:
         return False
     if any(ir.storage(s.args[0]) == ir.storage(target) for s in current.stores):  # type: ignore[arg-type]
         return False
-    if any(may_overlap(read, target) for read in (*current.reads, source) if read is not target):
+    if any(memory.may_overlap(read, target) for read in (*current.reads, source) if read is not target):
         return False  # to Inductor these are two tensors: it may write the one before it has read the other
-    if any(may_overlap(read, s.args[0]) for read in _moved(source, current) for s in current.stores):  # type: ignore[arg-type]
+    if any(memory.may_overlap(read, s.args[0]) for read in _moved(source, current) for s in current.stores):  # type: ignore[arg-type]
         return False
     have, want = ir.value(source), ir.value(target)
     return bool(have.dtype == want.dtype and have.device == want.device and have.dim() == want.dim())
@@ -144,21 +144,3 @@ def _computes(node: fx.Node) -> bool:
 
 # Elementwise, and yet a plain copy for some dtypes and arguments.
 _MAY_COPY = (aten.clone, aten.copy, aten._to_copy, aten.ceil, aten.floor, aten.round, aten.trunc, aten.pow)
-
-
-def may_overlap(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two tensors can share an element: they are of one storage, and may lie together in it."""
-    if ir.storage(a) is None or ir.storage(a) != ir.storage(b):
-        return False
-    (begin, end), (other_begin, other_end) = (_span(n) or _span(ir.root(n)) or (0, float("inf")) for n in (a, b))
-    return begin < other_end and other_begin < end
-
-
-def _span(node: fx.Node) -> tuple[int, int] | None:
-    """First byte and end of the memory that a tensor covers in its storage; None where that is not known."""
-    val = ir.value(node)
-    numbers = [*val.shape, *val.stride(), val.storage_offset()]
-    if not all(isinstance(n, int) for n in numbers) or 0 in val.shape:
-        return None
-    last = val.storage_offset() + sum((s - 1) * t for s, t in zip(val.shape, val.stride(), strict=True))
-    return val.storage_offset() * val.element_size(), (last + 1) * val.element_size()

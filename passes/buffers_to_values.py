@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from draftfuse.passes import ir
+from draftfuse.passes import ir, memory
 
 aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ class _Entry:
 
     @property
     def geometry(self) -> tuple[object, ...]:
-        return ir.geometry(ir.value(self.view))
+        return memory.geometry(ir.value(self.view))
 
 
 @dataclass
@@ -73,16 +73,16 @@ class _Forwarding:
 
     def visit(self, node: fx.Node) -> None:
         targets = ir.written(node)
-        functional = None if writes_elements(node) or any(map(ir.is_expanded, targets)) else functional_form(node)
+        functional = None if writes_elements(node) or any(map(memory.is_expanded, targets)) else functional_form(node)
         if functional is not None and len(targets) == 1 and ir.storage(targets[0]) in self.inputs:
             self.write(node, targets[0], functional)
             return
         if ir.is_opaque(node):
             self.store_hidden_reads(node)
-        memory = [*targets, *ir.hidden_reads_of(node)]
-        for target in memory:
+        untouched = [*targets, *ir.hidden_reads_of(node)]
+        for target in untouched:
             self.flush(ir.storage(target), node)
-        self.read_arguments(node, keep=memory)
+        self.read_arguments(node, keep=untouched)
         for target in targets:
             self.entries.pop(ir.storage(target) or 0, None)
 
@@ -90,7 +90,7 @@ class _Forwarding:
         """Record the value that ``node`` writes to ``target`` instead of writing it."""
         with self.graph.inserting_before(node):
             new = self.written_value(node, target, functional)
-        key, shape = ir.storage(target), ir.geometry(ir.value(target))
+        key, shape = ir.storage(target), memory.geometry(ir.value(target))
         assert key is not None
         if new is target:  # the buffer already holds it
             self.erase(node)
@@ -124,7 +124,7 @@ class _Forwarding:
         if tuple(map(ir.expression, have.shape)) != tuple(map(ir.expression, want.shape)):
             sizes = [self.size(s, target, i) for i, s in enumerate(want.shape)]
             new = ir.call(self.graph, aten.expand.default, (new, sizes), {}, node)
-        if ir.memory_order(ir.value(new)) != ir.memory_order(want):
+        if memory.memory_order(ir.value(new)) != memory.memory_order(want):
             return self.reordered(new, want, node)
         if ir.storage(new) in self.mutated:
             new = ir.call(self.graph, aten.clone.default, (new,), {}, node)
@@ -132,7 +132,7 @@ class _Forwarding:
 
     def reordered(self, new: fx.Node, want: Tensor, node: fx.Node) -> fx.Node:
         """A copy with dimensions in the memory order of the buffer: what readers make of it has that order too."""
-        order = sorted(range(want.dim()), key=lambda dim: -ir.hint(want.stride(dim)))
+        order = sorted(range(want.dim()), key=lambda dim: -memory.hint(want.stride(dim)))
         back = [order.index(dim) for dim in range(want.dim())]
         for target, args, kwargs in (
             (aten.permute.default, (order,), {}),
@@ -173,7 +173,7 @@ class _Forwarding:
         return view
 
     def lookup(self, view: fx.Node, at: fx.Node) -> fx.Node | None:
-        shape = ir.geometry(ir.value(view))
+        shape = memory.geometry(ir.value(view))
         for entry in self.entries[ir.storage(view) or 0]:
             if entry.geometry == shape:
                 return entry.value
@@ -186,7 +186,7 @@ class _Forwarding:
 
     def same_view_of(self, view: fx.Node, inner: fx.Node, at: fx.Node) -> fx.Node | None:
         """The same view operator applied to the forwarded value; None where the layout of the value forbids it."""
-        if view.target in ir.LAYOUT_VIEWS:
+        if view.target in memory.LAYOUT_VIEWS:
             return None
         with self.graph.inserting_before(at):
             return ir.try_call(self.graph, view.target, (inner, *view.args[1:]), dict(view.kwargs), at)

@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OperatorBase, OpOverload
+from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
 
 from draftfuse.errors import SourceLine
 
 ALIGNMENT = 16  # bytes that Inductor's kernels assume of their inputs
 FUNCTIONAL_OPERATORS = frozenset({"draftfuse::small_linear"})
-# Views that name places of the storage. A value has a layout of its own: on it they would read something else.
-LAYOUT_VIEWS = (torch.ops.aten.as_strided.default, torch.ops.aten._reshape_alias.default)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<text>[^\n]*)')
 
 
@@ -66,45 +64,14 @@ def mutated_storages(graph: fx.Graph) -> set[int]:
     return {key for node in graph.nodes for target in written(node) for key in storages(target)}
 
 
-def is_expanded(node: fx.Node) -> bool:
-    """Whether several elements of ``node`` are one place in memory."""
-    val = node.meta["val"]
-    pairs = zip(val.shape, val.stride(), strict=True) if isinstance(val, Tensor) else ()
-    return any(expression(stride) == 0 and expression(size) != 1 for size, stride in pairs)
-
-
-def pinned_storages(graph: fx.Graph) -> set[int]:
-    """Storages that no other memory can stand for: some node writes them, or names places of them."""
-    named = {key for node in graph.nodes if node.target in LAYOUT_VIEWS for key in storages(node)}
-    return mutated_storages(graph) | named
-
-
 def is_number(node: fx.Node) -> bool:
     """Whether ``node`` is a size or another number of the host."""
     return isinstance(node.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def geometry(val: Tensor) -> tuple[Any, ...]:
-    """What part of its storage a tensor covers, and how: dtype, lazy bits, sizes, strides, offset (as expressions)."""
-    numbers = [*val.shape, *val.stride(), val.storage_offset()]
-    return (val.dtype, val.is_conj(), val.is_neg(), *map(expression, numbers))
-
-
 def expression(number: Any) -> Any:
     """The sympy expression of a SymInt, or the plain integer."""
     return number.node.expr if isinstance(number, torch.SymInt) else number
-
-
-def hint(number: Any) -> int:
-    """A size as an integer: the one that was traced with, where it is symbolic."""
-    return int(number.node.hint) if isinstance(number, torch.SymInt) else int(number)
-
-
-def memory_order(val: Tensor) -> list[int]:
-    """Dimensions from the outermost in memory to the innermost, without those that no stride places."""
-    sizes, strides = list(map(hint, val.shape)), list(map(hint, val.stride()))
-    placed = [dim for dim in range(val.dim()) if sizes[dim] != 1 and strides[dim] != 0]
-    return sorted(placed, key=lambda dim: -strides[dim])
 
 
 def schema_of(node: fx.Node) -> torch.FunctionSchema | None:
@@ -167,6 +134,11 @@ def is_aten(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):
         return node.target.namespace in ("aten", "prims")
     return node.op == "call_function" and not isinstance(node.target, OperatorBase)
+
+
+def is_higher_order(node: fx.Node) -> bool:
+    """Whether ``node`` calls a graph or a raw kernel (``torch.cond``, a Triton launch) without a schema."""
+    return isinstance(node.target, HigherOrderOperator)
 
 
 def is_tap(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from draftfuse.passes import ir
+from draftfuse.passes import ir, memory
 from draftfuse.passes.buffers_to_values import functional_form
 
 aten = torch.ops.aten
@@ -166,7 +166,7 @@ def _starts(node: fx.Node) -> bool:
 
 def _is_logical_view(node: fx.Node) -> bool:
     """A view that selects or orders elements, whatever their layout."""
-    return ir.is_view(node) and node.target not in ir.LAYOUT_VIEWS
+    return ir.is_view(node) and node.target not in memory.LAYOUT_VIEWS
 
 
 def _inverse(dims: list[int]) -> list[int]:

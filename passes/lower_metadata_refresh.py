@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from draftfuse.passes import ir
+from draftfuse.passes import ir, memory
 from draftfuse.passes.render import canonical
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ def lower_metadata_refresh(graph: fx.Graph, *, register: Register) -> int:
 
 def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
     found: dict[Any, list[fx.Node]] = {}
-    pinned = ir.pinned_storages(graph)  # a copy in a row would miss what another operator writes there
+    pinned = memory.pinned_storages(graph)  # a copy in a row would miss what another operator writes there
     for node in graph.nodes:
         ahead = bool(node.meta.get("ahead"))
         movable = ir.is_pure(node) and not _is_static(node) and ir.storages(node).isdisjoint(pinned)
@@ -140,7 +140,7 @@ def _body(members: list[fx.Node], reads: list[fx.Node], results: list[fx.Node]) 
 
 def _memory_order(node: fx.Node) -> list[int]:
     """Dimensions of a value from the outermost in memory to the innermost."""
-    hints = list(map(ir.hint, ir.value(node).stride()))
+    hints = list(map(memory.hint, ir.value(node).stride()))
     return sorted(range(len(hints)), key=lambda dim: -hints[dim])
 
 

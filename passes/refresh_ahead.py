@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from draftfuse.passes import ir
+from draftfuse.passes import ir, memory
 
 AHEAD_PHASES = ("slot_mapping", "refresh", "advance")
 
@@ -57,7 +57,7 @@ def _is_static(node: fx.Node) -> bool:
 
 def _independent(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
     """Nodes known before the loop, and nodes that can be computed from them alone."""
-    pinned = ir.pinned_storages(graph)
+    pinned = memory.pinned_storages(graph)
     written: set[int] = set()
     known = set(ir.placeholders(graph))
     static: set[fx.Node] = set()

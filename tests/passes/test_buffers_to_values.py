@@ -121,7 +121,9 @@ def views_of_views(a: Tensor, b: Tensor, m: Tensor) -> None:
 def reordered_values(a: Tensor, b: Tensor, m: Tensor) -> None:
     m.copy_((m * 2).t())
     a.copy_(m.view(16)[4:12])
-    b.copy_(m.flatten()[:8])
+    b.copy_(m.clone().view(16)[:8])
+    m.t().copy_(m.clone())
+    b.add_(m.mul(3).view(16)[8:])
 
 
 def named_by_place(a: Tensor, b: Tensor, m: Tensor) -> None:

@@ -74,23 +74,6 @@ def test_alignment_is_sixteen_bytes(start: int, aligned: bool) -> None:
     assert ir.is_aligned(read) is aligned
 
 
-def test_geometry_tells_what_part_and_how() -> None:
-    base = torch.zeros(8, dtype=torch.complex64)
-    views = [
-        base,
-        base[:4],
-        base[4:],
-        base[::2],
-        base.conj(),
-        torch.view_as_real(base),
-        base.view(2, 4),
-        base.view(4, 2),
-    ]
-    geometries = [ir.geometry(v) for v in views]
-    assert len(set(geometries)) == len(views)
-    assert ir.geometry(base[2:6]) == ir.geometry(base[1:][1:5])
-
-
 def test_written_follows_the_schema() -> None:
     rows = register("rows(Tensor x, Tensor(a!)[] out) -> ()", lambda x, out: [o.copy_(x) for o in out])
 
@@ -191,25 +174,6 @@ def test_operators_that_reshape_in_place_become_views() -> None:
     assert nodes(graph, aten.t.default)
     assert nodes(graph, aten.unsqueeze.default)
     assert not [n for n in graph.nodes if ir.is_mutation(n) and n.target is not aten.copy_.default]
-
-
-def test_pinned_storages_are_written_or_named_by_place() -> None:
-    def pins(a: Tensor, out: Tensor) -> None:
-        free, named, filled = a * 2, a * 3, a * 4
-        add_in(filled, a)
-        out.copy_(free + named.as_strided((8,), (1,)) + filled)
-
-    graph = build(pins, A, OUT)
-    pinned = ir.pinned_storages(graph)
-    assert [ir.storage(n) in pinned for n in nodes(graph, aten.mul.Tensor)] == [False, True, True]
-
-
-def test_expanded_tensors_are_found() -> None:
-    def expands(a: Tensor, out: Tensor) -> None:
-        out.copy_(a[:1].expand(8) + a[:1].expand(1))
-
-    graph = build(expands, A, OUT)
-    assert [ir.is_expanded(n) for n in nodes(graph, aten.expand.default)] == [True, False]
 
 
 def test_a_call_that_fails_inserts_nothing() -> None:
