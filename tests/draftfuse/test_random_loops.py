@@ -19,8 +19,8 @@ EXAMPLES = int(os.environ.get("DRAFTFUSE_RANDOM_LOOPS", "25"))
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
     """Any small toy: widths, layers, K 1 to 8, 1 to 8 requests, page sizes, fields of either kind."""
-    k, page = draw(st.integers(1, 8)), draw(st.integers(1, 7))
-    layers = draw(st.integers(1, 2))
+    k, page = draw(st.sampled_from([2, 3, 1, 4, 2, 3, 5, 6, 7, 8])), draw(st.integers(1, 7))  # tracing is linear in k
+    layers = draw(st.sampled_from([1, 1, 2]))
     return Config(
         layers=layers,
         hidden=draw(st.sampled_from([2, 5, 8])),
@@ -45,7 +45,7 @@ def loops(draw: st.DrawFn) -> tuple[Config, list[tuple[Any, int | None]], list[i
     config = draw(configs())
     calls: list[tuple[Any, int | None]] = []
     for _ in range(draw(st.integers(1, 3))):
-        rows, uniform = draw(st.integers(1, config.rows)), draw(st.sampled_from([False, False, True]))
+        rows, uniform = draw(st.integers(1, config.rows)), draw(st.sampled_from([False, False, False, True]))
         calls.append((partial(make_batch, num_reqs=rows, seed=draw(st.integers(0, 999)), uniform=uniform), None))
     return config, calls, [config.rows]
 
