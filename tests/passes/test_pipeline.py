@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import draftfuse
 from draftfuse import loop, passes
 from draftfuse.lowering.effects import hidden_reads
 from draftfuse.lowering.emit import emit
@@ -19,7 +20,6 @@ from draftfuse.lowering.generated import register_refresh
 from draftfuse.lowering.workspace import Workspace
 from draftfuse.passes import ir
 from draftfuse.passes.render import render
-from draftfuse.state import load_batch
 from draftfuse.trace import Trace, trace
 from tests.draftfuse.toy import Toy, differences, make_batch, small, snapshot
 from tests.passes import programs
@@ -40,10 +40,8 @@ class Loop:
 
     def __init__(self, fields: tuple[str, ...]) -> None:
         self.spec = Toy(small(fields=fields, k=K, layers=2, logits=True, gumbel=True, groups=2))
-        batch = make_batch(self.spec, ROWS, seed=3)
-        load_batch(self.spec, batch)
-        with torch.no_grad():
-            loop.prefill(self.spec, ROWS, batch.num_tokens, batch.num_tokens, batch.max_seq_len)
+        prefill = draftfuse.compile(self.spec, mode="eager", compiler="none", request_capacities=[ROWS])
+        prefill.propose(make_batch(self.spec, ROWS, seed=3), k=1)
         self.start = snapshot(self.spec)
         with torch.no_grad():
             loop.decode_loop(self.spec, ROWS, K)
