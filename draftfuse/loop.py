@@ -181,7 +181,7 @@ def prefill(spec: Any, num_reqs: int, num_tokens: int, max_query_len: int, max_s
                 by_layer[layer] = metadata
         run = spec.prefill if hasattr(spec, "prefill") else spec.forward
         hidden, feedback = run(inputs, by_layer)
-        prepare_decode(spec, inputs, hidden, feedback)
+    prepare_decode(spec, inputs, hidden, feedback)
     run_hook(spec, "on_prefill_end")
 
 
@@ -199,18 +199,24 @@ def prefill_loop(spec: Any, num_reqs: int, query_len: int) -> None:
 
 def prepare_decode(spec: Any, inputs: DraftInputs, hidden: Tensor, feedback: Tensor) -> None:
     """Draw token 0 from the last verified position of each row and lay out one token a row."""
-    rows = inputs.seq_lens.shape[0]
     last = inputs.last_token_indices
-    whole = spec.inputs
+    with annotate({"phase": "advance", "draft_step": 0}):
+        lay_out_rows(spec, inputs, last)
+    with annotate({"phase": "sample", "draft_step": 0}):
+        tokens = spec.sample(hidden[last], 0)
+        inputs.draft_tokens[:, :1].copy_(tokens.unsqueeze(1))
+    with annotate({"phase": "advance", "draft_step": 0}):
+        spec.advance(tokens, feedback[last], 0)
+
+
+def lay_out_rows(spec: Any, inputs: DraftInputs, last: Tensor) -> None:
+    """Positions and lengths as of the last accepted token, one token a row; dead rows stay dead."""
+    rows, live = inputs.seq_lens.shape[0], inputs.seq_lens > 0
     positions = inputs.positions[last]
     rejected = inputs.query_start_loc[1 : rows + 1] - 1 - last
-    live = inputs.seq_lens > 0
-    whole.positions[:rows].copy_(torch.where(live, positions, 0))
+    spec.inputs.positions[:rows].copy_(torch.where(live, positions, 0))
     inputs.seq_lens.copy_(torch.where(live, inputs.seq_lens - rejected, 0))
     inputs.query_start_loc.copy_(torch.arange(rows + 1, device=last.device))
-    tokens = spec.sample(hidden[last], 0)
-    inputs.draft_tokens[:, :1].copy_(tokens.unsqueeze(1))
-    spec.advance(tokens, feedback[last], 0)
 
 
 __all__ = ["PHASES", "Tap", "advance_positions", "decode_loop", "metadata_tensors", "prefill"]

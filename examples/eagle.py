@@ -1,7 +1,7 @@
 """The trained EAGLE head that ships with draftfuse continues a Python file, verified by its target.
 
-    python examples/eagle.py
-    python examples/eagle.py --compiler none    # the eager kernels in one callable: nothing to compile
+    python examples/eagle.py                        # the eager kernels in one callable: nothing to compile
+    python examples/eagle.py --compiler inductor    # generated code
 
 The speculator itself is draftfuse/reference/eagle.py.
 """
@@ -19,7 +19,7 @@ from draftfuse.reference import EagleSpeculator, Engine, Limits, Target
 PROMPT = "class Counter:\n    def __init__(self) -> None:\n        self."
 
 
-def main(compiler: Annotated[str, typer.Option(help="inductor or none")] = "inductor", tokens: int = 48) -> None:
+def main(compiler: Annotated[str, typer.Option(help="inductor or none")] = "none", tokens: int = 48) -> None:
     """Generate with drafts and without, and show that the text is the same."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     limits = Limits(num_speculative_tokens=4, max_num_reqs=1, max_model_len=256, max_num_tokens=128)

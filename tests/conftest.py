@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import tempfile
+from typing import Any
 
 import hypothesis
 import numpy
@@ -46,3 +47,11 @@ def seed() -> int:
     numpy.random.seed(0)
     torch.manual_seed(0)
     return 0
+
+
+@pytest.fixture(scope="session")
+def compiled_toy() -> Any:
+    """A toy compiled with Inductor, its eager twin, and what both drafted: one compile for all tests that look at it."""
+    from tests.lowering.compiled_toy import CompiledToy
+
+    return CompiledToy()
