@@ -51,7 +51,7 @@ def seed() -> int:
 
 @pytest.fixture(scope="session")
 def compiled_toy() -> Any:
-    """A toy compiled with Inductor, its eager twin, and what both drafted: one compile for all tests that look at it."""
+    """A toy compiled with Inductor, its eager twin, and what both drafted: one compile for all tests."""
     from tests.lowering.compiled_toy import CompiledToy
 
     return CompiledToy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -206,7 +207,9 @@ def test_inductor_keeps_program_order(through_passes: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(raises=draftfuse.errors.EmissionError, reason="the check takes a scatter's own temporary for a buffer")
+@pytest.mark.xfail(
+    raises=draftfuse.errors.EmissionError, reason="the check takes a scatter's own temporary for a buffer"
+)
 def test_a_scatter_into_a_fresh_tensor_compiles() -> None:
     def function(a: Tensor, b: Tensor, m: Tensor) -> None:
         rows = torch.zeros(4, 8)
@@ -249,7 +252,7 @@ def test_rows_start_on_cache_lines_and_do_not_meet() -> None:
         base = owned[0].untyped_storage().data_ptr()
         spans = sorted((t.data_ptr() - base, t.data_ptr() - base + t.numel() * t.element_size()) for t in owned)
         assert all(begin % ROW_ALIGNMENT == 0 for begin, _ in spans)
-        assert all(end <= begin for (_, end), (begin, _) in zip(spans[:-1], spans[1:], strict=True))
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
 
 
 def test_a_workspace_that_grows_keeps_the_rows_that_it_gave() -> None:
@@ -277,7 +280,9 @@ def test_a_compiled_loop_leaves_the_same_state(compiled_toy: Any) -> None:
     for eager, fused in zip(compiled_toy.eager.states, compiled_toy.fused.states, strict=True):
         for name, tensor in eager.items():
             if tensor.is_floating_point():
-                torch.testing.assert_close(fused[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+                torch.testing.assert_close(
+                    fused[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+                )
             else:
                 assert torch.equal(fused[name], tensor), name
     assert torch.equal(compiled_toy.fused.fused.spec.notes, compiled_toy.eager.fused.spec.notes)
