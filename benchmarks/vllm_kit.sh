@@ -3,7 +3,7 @@
 #
 #   vllm_kit.sh OUT      ->  OUT/*.whl, OUT/vllm.tar.xz, OUT/install.sh     (about 45 MiB; runs on sm_90 only)
 #
-# On the GPU host:  . OUT/install.sh [SITE]     installs into SITE (default /tmp/vllm_site) and sets PYTHONPATH.
+# On the GPU host:  . OUT/install.sh [SITE]     installs into SITE (default ./vllm_site) and sets PYTHONPATH.
 # Of vLLM's extensions only the stable C library and FlashAttention 3 are needed for dense models; GPU code of other
 # architectures is emptied, which is most of the C library.
 set -euo pipefail
@@ -43,9 +43,9 @@ tar rf kit.tar "${libraries[@]}"
 xz -T2 -6 -c kit.tar >"$out/vllm.tar.xz"
 
 cat >"$out/install.sh" <<'INSTALL'
-# Source this: installs the kit beside it into the folder given (default /tmp/vllm_site), once.
+# Source this: installs the kit beside it into the folder given (default ./vllm_site), once.
 kit=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-site=${1:-/tmp/vllm_site}
+site=${1:-./vllm_site}
 if [ ! -f "$site/.complete" ]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$kit"/*.whl
     tar xJf "$kit/vllm.tar.xz" -C "$site"
