@@ -140,6 +140,7 @@ def several_views_at_once(a: Tensor, b: Tensor, m: Tensor) -> None:
     a.copy_(a * 2)
     b[:4].copy_(left + right)
     right.add_(b[:4])
+    a.add_(1)
     low, high = a.split([3, 5])
     a.sub_(3)
     b[:3].add_(low + high[2:])
