@@ -118,12 +118,22 @@ def _is_foldable(node: fx.Node, current: Segment) -> bool:
         return False
     if any(ir.storage(s.args[0]) == ir.storage(target) for s in current.stores):  # type: ignore[arg-type]
         return False
-    if any(memory.may_overlap(read, target) for read in (*current.reads, source) if read is not target):
+    others = [read for read in (*current.reads, source) if read is not target and memory.may_overlap(read, target)]
+    if not all(_is_written_back(read, source, target, current) for read in others):
         return False  # to Inductor these are two tensors: it may write the one before it has read the other
     if any(memory.may_overlap(read, s.args[0]) for read in _moved(source, current) for s in current.stores):  # type: ignore[arg-type]
         return False
     have, want = ir.value(source), ir.value(target)
     return bool(have.dtype == want.dtype and have.device == want.device and have.dim() == want.dim())
+
+
+def _is_written_back(read: fx.Node, source: fx.Node, target: fx.Node, segment: Segment) -> bool:
+    """Whether ``read`` is the start of ``target`` and of what is stored there, and nothing else: it does not change."""
+    if source.target is not aten.cat.default or source.args[0][0] is not read:  # type: ignore[index]
+        return False
+    places = [(*ir.value(n).stride(), ir.value(n).storage_offset(), ir.value(n).dtype) for n in (read, target)]
+    same_place = [ir.expression(x) for x in places[0]] == [ir.expression(x) for x in places[1]]
+    return same_place and source in segment.nodes and not any(u in segment.nodes for u in read.users if u is not source)
 
 
 def _moved(source: fx.Node, segment: Segment) -> Iterator[fx.Node]:

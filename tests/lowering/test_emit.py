@@ -141,6 +141,11 @@ def writes_one_buffer_twice(a: Tensor, b: Tensor, m: Tensor) -> None:
     a[8:].copy_(head)
 
 
+def reads_what_it_stored(a: Tensor, b: Tensor, m: Tensor) -> None:
+    a.copy_(b * 2)
+    b.copy_(a + 1)
+
+
 def converts(a: Tensor, b: Tensor, m: Tensor) -> None:
     a.copy_((b * 2).to(torch.int64))
 
@@ -151,6 +156,7 @@ NOT_FOLDED = [
     (stores_what_an_earlier_store_overwrote, 1),
     (stores_a_view_that_an_earlier_store_overwrote, 1),
     (writes_one_buffer_twice, 1),
+    (reads_what_it_stored, 2),
     (converts, 0),
 ]
 
@@ -162,6 +168,28 @@ def test_a_store_that_generated_code_could_get_wrong_is_a_call(function: Callabl
     assert sum(len(i.stores) for i in items if isinstance(i, Segment)) == stores
     left = [i for i in items if isinstance(i, fx.Node) and i.target is aten.copy_.default]
     assert len(left) + stores == sum(n.target is aten.copy_.default for n in graph.nodes)
+    assert_equal_eager(function, graph, A, B, M, run=run_emitted)
+
+
+def writes_back_its_start(a: Tensor, b: Tensor, m: Tensor) -> None:
+    m.copy_(torch.cat([m[:, :1], a[:12].view(4, 3) * 2], dim=1))
+
+
+def reads_its_start_twice(a: Tensor, b: Tensor, m: Tensor) -> None:
+    first = m[:, :1]
+    m.copy_(torch.cat([first, (a[:12].view(4, 3) * first)], dim=1))
+
+
+def moves_its_start(a: Tensor, b: Tensor, m: Tensor) -> None:
+    m.copy_(torch.cat([a[:12].view(4, 3) * 2, m[:, :1]], dim=1))
+
+
+@pytest.mark.parametrize(
+    ("function", "stores"), [(writes_back_its_start, 1), (reads_its_start_twice, 0), (moves_its_start, 0)]
+)
+def test_only_what_is_written_back_where_it_was_may_be_read_beside(function: Callable[..., None], stores: int) -> None:
+    graph = build(function, A, B, M)
+    assert sum(len(s.stores) for s in segments(graph)) == stores
     assert_equal_eager(function, graph, A, B, M, run=run_emitted)
 
 
@@ -187,6 +215,10 @@ def everything(a: Tensor, b: Tensor, m: Tensor) -> None:
         stores_what_an_earlier_store_overwrote,
         stores_a_view_that_an_earlier_store_overwrote,
         writes_one_buffer_twice,
+        reads_what_it_stored,
+        writes_back_its_start,
+        reads_its_start_twice,
+        moves_its_start,
         converts,
     ):
         function(a, b, m)

@@ -35,6 +35,12 @@ def buffers() -> list[Tensor]:
     return [base[:16], numbers(16, first=30), numbers(12, torch.int64), numbers(16).view(4, 4), base[4:12], base[16:]]
 
 
+def draw(seed: int, length: int) -> list[Statement]:
+    """The program of ``seed``."""
+    r = random.Random(seed)
+    return [Statement(r.randrange(KINDS), r.choice(PHASES), r.randint(1, 3), r.getrandbits(30)) for _ in range(length)]
+
+
 def run(program: list[Statement], *tensors: Tensor) -> None:
     """Execute ``program`` on ``tensors`` and the locals that it makes."""
     made: list[Tensor] = []

@@ -9,8 +9,11 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from draftfuse.lowering.emit import emit
+from draftfuse.lowering.workspace import Workspace
 from draftfuse.passes.locals_to_values import locals_to_values
 from draftfuse.passes.render import render
+from draftfuse.trace import trace
 from tests.passes.helpers import add_in, assert_equal_eager, at, build, log, mutations, numbers, peek, targets
 
 A, M, OUT = numbers(8), numbers(16).view(4, 4), torch.zeros(16)
@@ -258,3 +261,35 @@ def test_values_that_become_equal_can_be_merged() -> None:
     hoist_invariants(graph)
     assert targets(graph).count("aten.slice_scatter.default") == 1
     assert_equal_eager(twice, graph, A, torch.zeros(8))
+
+
+class Rows:
+    """Buffers with one row more than the largest batch, as the inputs of a loop have."""
+
+    def __init__(self) -> None:
+        self.lens, self.out = torch.tensor([3, 5, 4, 9, 2]), torch.zeros(5, 3, dtype=torch.int64)
+
+
+def filled_for_any_number_of_rows(rows: Rows, num_reqs: int) -> None:
+    lens, out = rows.lens[:num_reqs], rows.out[:num_reqs]
+    starts = torch.zeros(num_reqs + 1, dtype=torch.int64)
+    starts[1:].copy_(lens.cumsum(0))
+    table = torch.full((num_reqs, 3), -1)
+    table.view(num_reqs * 3)[:2].fill_(7)
+    table[:, 1].add_(starts[:-1])
+    table.t()[2].copy_(lens)
+    table.unsqueeze(1)[:, 0].mul_(2)
+    out.copy_(table + starts[1:].unsqueeze(1))
+
+
+def test_sizes_may_be_symbols() -> None:
+    traced = trace(filled_for_any_number_of_rows, (Rows(), 3), "num_reqs")
+    assert locals_to_values(traced.graph) == 5
+    assert mutations(traced.graph) == ["aten.copy_.default"]
+    emission = emit(traced.graph, traced.fake_mode, traced.tensors, compiler="none")
+    for count in (2, 3, 4):
+        twin = Rows()
+        filled_for_any_number_of_rows(twin, count)
+        out = traced.tensors[next(n.name for n in traced.graph.nodes if n.meta.get("path") == "rows.out")].zero_()
+        emission.bind(count, Workspace()).run()
+        assert torch.equal(out, twin.out)
