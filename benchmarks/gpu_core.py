@@ -9,6 +9,7 @@ Sections (``--only`` picks some), in the order in which they run:
 ``speed``   draftfuse against the whole loop compiled and the hand-fused graph, widths A and B, 1 and 64 requests
 ``ladder``  capture of eight capacities, memory of their pool against its largest graph
 ``memory``  compile and run with KV pools of half the device's memory
+``engine``  decode inside a capture of the caller, and events that let the next batch be written early
 
 A section that fails leaves its error in the file, and the next one runs. ``--device cpu`` tries the script itself.
 """
@@ -30,14 +31,14 @@ import draftfuse
 from draftfuse import loop
 from draftfuse.bench.cells import Cell, speculator_for
 from draftfuse.bench.compile_time import stages
-from draftfuse.bench.measure import copy_bandwidth
+from draftfuse.bench.measure import copy_bandwidth, profile
 from draftfuse.bench.memory import measure_kv_copies
 from draftfuse.bench.modes import Workbench
 from draftfuse.bench.results import Results
 from draftfuse.bench.runner import failure, measure_cells
 from draftfuse.bench.span import Span
 from draftfuse.bench.speculators import BenchSpeculator
-from draftfuse.bench.workload import fill_decode
+from draftfuse.bench.workload import fill_decode, uniform_batch
 from draftfuse.graphs import pool_bytes
 from draftfuse.state import Saved, pad, persistent_tensors
 
@@ -173,6 +174,62 @@ def memory(plan: Plan) -> None:
     say(f"memory: {plan.results.data['memory']}")
 
 
+def engine(plan: Plan) -> None:
+    """What an engine does around the loop: a capture of its own, and a batch overwritten as early as allowed."""
+    rows, k = plan.spans[1] - 1, 7
+    spec = plan.speculator([Cell("eagle-b", plan.spans[1], k, plan.context)], 512)
+    fused = draftfuse.compile(spec, compiler="none", mode="fused", request_capacities=[plan.spans[1]])
+    found: Record = {"early_overwrites": overwrite_early(spec, fused, rows, k)}
+    if plan.device.type == "cuda":
+        found["inside_a_capture"] = inside_a_capture(spec, fused, rows, k)
+    say(f"engine: {found}")
+    plan.results.put("engine", found)
+
+
+def inside_a_capture(spec: BenchSpeculator, fused: draftfuse.FusedDraft, rows: int, k: int) -> Record:
+    """Drafts of a caller's graph that holds ``decode``, against draftfuse's own graph; and the launches of a replay."""
+    ragged(spec, rows, spec.max_model_len // 2)
+    before = Saved([*persistent_tensors(spec), *spec.kv_caches()])
+    fused.decode(rows, k)
+    expected = state(spec, rows)
+    before.restore()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fused.decode(rows, k)
+    before.restore()
+    graph.replay()
+    differ = [name for name, tensor in state(spec, rows).items() if not torch.equal(tensor, expected[name])]
+    before.restore()
+    counted = profile(graph.replay, before.restore, spec.device)
+    launches = None if counted is None else {"graphs": counted.graph_launches, "kernels": counted.kernel_launches}
+    return {"requests": rows, "k": k, "differ": differ, "launches": launches}
+
+
+def overwrite_early(spec: BenchSpeculator, fused: draftfuse.FusedDraft, rows: int, k: int, repeats: int = 20) -> Record:
+    """How often drafts change when another stream destroys the batch right after ``batch_consumed``: never."""
+    before = Saved([*persistent_tensors(spec), *spec.kv_caches()])
+    expected = fused.propose(uniform_batch(spec, rows, 256, k), k, copy=True)
+    cuda = spec.device.type == "cuda"
+    side, wrong = torch.cuda.Stream() if cuda else None, 0
+    for _ in range(repeats):
+        before.restore()
+        batch = uniform_batch(spec, rows, 256, k)
+        consumed = fused.batch_consumed
+        drafts = fused.propose(batch, k)
+        with torch.cuda.stream(side):
+            if side is not None:
+                side.wait_event(consumed)
+            for tensor in (t for t in vars(batch).values() if isinstance(t, torch.Tensor)):
+                tensor.zero_()
+            if side is not None:
+                side.wait_event(fused.outputs_ready)
+            read = drafts.clone()
+        if side is not None:
+            side.synchronize()
+        wrong += not torch.equal(read, expected)
+    return {"requests": rows, "k": k, "repeats": repeats, "wrong": wrong}
+
+
 def summary(data: Record) -> list[str]:
     """The table at the end."""
     lines = []
@@ -186,6 +243,7 @@ def summary(data: Record) -> list[str]:
             cells = [f"{key} {m[key]:.4g}" for key in keys if key in m]
             lines.append(f"  {name:10} {m.get('error') or '  '.join(cells)}")
     lines += [f"memory: {data['memory']}"] if "memory" in data else []
+    lines += [f"engine: {data['engine']}"] if "engine" in data else []
     lines += [f"span {r}" for r in data.get("span", [])]
     sizes = {r["what"]: r for r in data.get("ladder", [])}
     if len(sizes) == 2 and sizes["largest alone"]["pool_bytes"]:
@@ -194,7 +252,7 @@ def summary(data: Record) -> list[str]:
     return lines + [f"FAILED {name}: {error['error']}" for name, error in data.get("errors", {}).items()]
 
 
-SECTIONS = {"span": span, "equal": equal, "speed": speed, "ladder": ladder, "memory": memory}
+SECTIONS = {"span": span, "equal": equal, "speed": speed, "ladder": ladder, "memory": memory, "engine": engine}
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from draftfuse.fused import FusedDraft
 from draftfuse.lowering.backends import register_backend
 from draftfuse.lowering.effects import register_effects
 from draftfuse.lowering.hook import post_grad_pass
+from draftfuse.ranks import AcrossRanks
 from draftfuse.speculator import (
     AttentionGroup,
     CommonMetadata,
@@ -22,6 +23,7 @@ from draftfuse.speculator import (
 )
 
 __all__ = [
+    "AcrossRanks",
     "AttentionGroup",
     "CommonMetadata",
     "DraftBatch",

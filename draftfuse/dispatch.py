@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from draftfuse.errors import InvalidBatchError
+from draftfuse.ranks import AcrossRanks
 
 DECODE, PREFILL, PROPOSE = "decode", "prefill", "propose"
 
@@ -75,19 +76,24 @@ class Ladder:
         largest = f"at most {self.capacities[-1]} requests"
         raise InvalidBatchError("no request capacity holds the batch", num_reqs, largest, todo)
 
-    def decide(self, num_reqs: int, num_tokens: int, k: int, max_query_len: int | None, rows: int = 0) -> Decision:
-        """The descriptors for one batch. ``rows`` is a floor on the capacity (the largest batch of all ranks)."""
-        if k == 0 or max(num_reqs, rows) == 0:
+    def decide(
+        self, num_reqs: int, num_tokens: int, k: int, max_query_len: int | None, across: AcrossRanks | None = None
+    ) -> Decision:
+        """The descriptors for one batch; those of all ranks where the batch is one of several."""
+        mine = AcrossRanks((num_reqs,), (num_tokens,), (max_query_len or 0,))
+        ranks = across or mine
+        if k == 0 or ranks.largest == 0:
             return Decision(None, None, "nothing to draft")
-        capacity = self.capacity_for(max(num_reqs, rows))
-        uniform = max_query_len == self.query_len and num_tokens == num_reqs * self.query_len
-        tokens = capacity * self.query_len
+        capacity = self.capacity_for(ranks.largest)
+        uniform, tokens = ranks.is_uniform(self.query_len), capacity * self.query_len
         if uniform and self.one_launch:
             both = Descriptor(PROPOSE, capacity, tokens, k)
             return Decision(both, both, f"uniform batch of {self.query_len} tokens a request: one launch")
         prefill = Descriptor(PREFILL, capacity, tokens, 1) if uniform else None
         decode = Descriptor(DECODE, capacity, capacity, k) if k > 1 else None
         why = "uniform batch, separate graphs" if uniform else "ragged batch: prefill runs eager"
+        if not uniform and mine.is_uniform(self.query_len):
+            why = "another rank has a ragged batch: prefill runs eager"
         return Decision(prefill, decode, why)
 
     def descriptors(self, ks: list[int]) -> Iterator[Descriptor]:

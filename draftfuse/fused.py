@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +13,13 @@ from draftfuse import guards, loop, validate
 from draftfuse.audit_report import AuditReport
 from draftfuse.build import Settings
 from draftfuse.dispatch import DECODE, PROPOSE, Decision, Descriptor, Ladder
-from draftfuse.errors import ClosedError, ConcurrentUseError
+from draftfuse.exclusive import Exclusive, event_of_now
+from draftfuse.loader import Loader
+from draftfuse.ranks import AcrossRanks
 from draftfuse.report import Plan, Report
 from draftfuse.runners import Runner, Runners
 from draftfuse.speculator import DraftBatch
-from draftfuse.state import fill_dummy, load_batch, pad, persistent_tensors
+from draftfuse.state import fill_dummy, persistent_tensors
 
 Hooks = tuple[Callable[[], None], ...]
 
@@ -52,16 +53,17 @@ class FusedDraft:
         self._batch_consumed: Any = None
         self._outputs_ready: Any = None
         self._plans: dict[tuple[Descriptor, int, int], Plan] = {}
-        self._proposals: dict[tuple[int, int, int | None, int | None, int], Proposal] = {}
+        self._proposals: dict[tuple[int, int, int | None, int | None, AcrossRanks | None], Proposal] = {}
         self._calls: dict[tuple[int, int | None, int | None], Plan | None] = {}
-        self._exclusive = _Exclusive()
+        self._exclusive = Exclusive()
+        self._loader = Loader(spec)
 
     def propose(
         self,
         batch: DraftBatch,
         k: int | None = None,
         copy: bool = False,
-        num_reqs_across_dp: Sequence[int] | None = None,
+        across: AcrossRanks | None = None,
     ) -> Tensor:
         """Draft ``k`` tokens for each request of ``batch``.
 
@@ -70,8 +72,9 @@ class FusedDraft:
             k: how many, 0..K; by default the table ``k_by_num_reqs``, else K.
             copy: return a copy. Without it the result is a view of ``spec.inputs.draft_tokens``: the caller's until the
                 next call on this object.
-            num_reqs_across_dp: batch sizes of all data-parallel ranks. Every rank then runs the capacity of the
-                largest; a rank with no request runs dead rows, so that collectives meet.
+            across: the batches of all data-parallel ranks (:meth:`AcrossRanks.gather`). Every rank then runs the
+                capacity of the fullest, one kind of prefill and one number of steps; a rank with no request runs dead
+                rows, so that collectives meet.
 
         Returns:
             int64[num_reqs, k].
@@ -81,12 +84,13 @@ class FusedDraft:
             StaleAddressError: memory that a captured graph holds has moved.
         """
         validate.check_batch(self.spec, batch)
-        largest = max(num_reqs_across_dp) if num_reqs_across_dp else batch.num_reqs
-        key = (batch.num_reqs, batch.num_tokens, batch.max_query_len, k, largest)
+        if across is not None:
+            across.check(batch)
+        key = (batch.num_reqs, batch.num_tokens, batch.max_query_len, k, across)
         with self._exclusive:
             proposal = self._proposals.get(key) or self._proposal(*key)
             k = proposal.k
-            if k > 0 and largest > 0:
+            if k > 0 and (batch.num_reqs > 0 or (across is not None and across.largest > 0)):
                 self._propose(batch, proposal)
             self._record(self._outputs_ready)
             tokens: Tensor = self.spec.inputs.draft_tokens[: batch.num_reqs, :k]
@@ -111,7 +115,7 @@ class FusedDraft:
             plan = self._calls[key] if key in self._calls else self._decode_plan(*key)
             if plan is not None:
                 if num_reqs < plan.descriptor.num_reqs:
-                    pad(self.spec.inputs, num_reqs, plan.descriptor.num_reqs)
+                    self._loader.pad(num_reqs, plan.descriptor.num_reqs)
                 self._run(plan, num_reqs, num_reqs, max_seq_len or self.spec.max_model_len)
             self._record(self._outputs_ready)
 
@@ -201,37 +205,43 @@ class FusedDraft:
         self._plans.clear()
         self._calls.clear()
         self._proposals.clear()
+        self._loader = Loader(self.spec)
         self.runners.clear()
 
     def _proposal(
-        self, num_reqs: int, num_tokens: int, max_query_len: int | None, k: int | None, largest: int
+        self, num_reqs: int, num_tokens: int, max_query_len: int | None, k: int | None, across: AcrossRanks | None
     ) -> Proposal:
         """What a kind of batch runs. Builds here: a build that fails must fail before anything is written."""
-        steps = self._check_k(self.ladder.k_for(largest) if k is None else k)
-        decision = self.ladder.decide(num_reqs, num_tokens, steps, max_query_len, largest)
+        fullest = num_reqs if across is None else across.largest
+        steps = self._check_k(self.ladder.k_for(fullest) if k is None else k)
+        decision = self.ladder.decide(num_reqs, num_tokens, steps, max_query_len, across)
         first, second = decision.prefill, decision.decode
         prefill = None if first is None else self._plan(first, num_reqs)
         decode = None if second is None or second is first else self._plan(second, num_reqs)
         rows, query_len = (num_reqs, 1) if first is None else (first.num_reqs, first.query_len)
         made = Proposal(steps, rows, query_len, prefill, decode)
         if len(self._proposals) < MAX_PROPOSALS:  # ragged batches have any number of tokens
-            self._proposals[num_reqs, num_tokens, max_query_len, k, largest] = made
+            self._proposals[num_reqs, num_tokens, max_query_len, k, across] = made
         return made
 
     def _propose(self, batch: DraftBatch, proposal: Proposal) -> None:
-        load_batch(self.spec, batch, proposal.rows, proposal.query_len)
+        self._loader.load(batch, proposal.rows, proposal.query_len)
         self._record(self._batch_consumed)
         if proposal.prefill is not None:
             self._run(proposal.prefill, batch.num_reqs, batch.num_tokens, batch.max_seq_len)
-        elif batch.num_reqs > 0:
+        else:
             self._ragged_prefill(batch)
         if proposal.decode is not None:
-            pad(self.spec.inputs, batch.num_reqs, proposal.decode.descriptor.num_reqs)
+            self._loader.pad(batch.num_reqs, proposal.decode.descriptor.num_reqs)
             self._run(proposal.decode, batch.num_reqs, batch.num_tokens, batch.max_seq_len)
 
     def _ragged_prefill(self, batch: DraftBatch) -> None:
         longest = batch.max_query_len or batch.num_tokens - batch.num_reqs + 1
-        loop.prefill(self.spec, batch.num_reqs, batch.num_tokens, longest, batch.max_seq_len)
+        if batch.num_reqs > 0:
+            loop.prefill(self.spec, batch.num_reqs, batch.num_tokens, longest, batch.max_seq_len)
+        else:  # for the other ranks: one dead row
+            self._loader.pad(0, 1)
+            loop.prefill(self.spec, 1, 1, 1, self.spec.max_model_len)
         self.report.counts["eager prefills"] += 1
 
     def _run(self, plan: Plan, num_reqs: int, num_tokens: int, max_seq_len: int) -> None:
@@ -290,16 +300,14 @@ class FusedDraft:
         Recorded by every call from the first look at it on.
         """
         if self._batch_consumed is None and self.device.type == "cuda":
-            self._batch_consumed = torch.cuda.Event()
-            self._batch_consumed.record()
+            self._batch_consumed = event_of_now()
         return self._batch_consumed
 
     @property
     def outputs_ready(self) -> Any:
         """Event after which the drafts of the last call can be read; None without CUDA. Recorded like the other."""
         if self._outputs_ready is None and self.device.type == "cuda":
-            self._outputs_ready = torch.cuda.Event()
-            self._outputs_ready.record()
+            self._outputs_ready = event_of_now()
         return self._outputs_ready
 
     def _record(self, event: Any) -> None:
@@ -308,27 +316,3 @@ class FusedDraft:
 
     def _check_k(self, k: int) -> int:
         return validate.check_k(k, self.ladder.max_k)
-
-
-class _Exclusive:
-    """One call at a time, on an open loop, without autograd. A plain class: this is on the path of every replay."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.closed = False
-        self.grad = False
-
-    def __enter__(self) -> None:
-        if not self.lock.acquire(blocking=False):
-            todo = "Use one compiled loop a thread, or a lock of your own."
-            raise ConcurrentUseError("two threads use one compiled loop", "a second call", "one call at a time", todo)
-        if self.closed:
-            self.lock.release()
-            todo = "Compile the speculator again."
-            raise ClosedError("the compiled loop is closed", "a call after close()", "no further call", todo)
-        self.grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *exception: object) -> None:
-        torch._C._set_grad_enabled(self.grad)
-        self.lock.release()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftfuse.errors import InvalidOptionError, InvalidSpeculatorError, SourceLine
+from draftfuse.errors import InvalidBatchError, InvalidOptionError, InvalidSpeculatorError, SourceLine
 from draftfuse.speculator import DraftBatch, DraftInputs
 
 _INPUT_TYPES = {
@@ -160,22 +161,51 @@ def check_budget(budget: object) -> None:
 
 
 def check_batch(spec: Any, batch: DraftBatch) -> None:
-    """Raise :class:`InvalidBatchError` unless ``batch`` fits the persistent inputs of ``spec``."""
-    from draftfuse.errors import InvalidBatchError
+    """Raise :class:`InvalidBatchError` unless the sizes of ``batch`` fit the persistent inputs of ``spec``.
+
+    Reads host metadata only and is on the path of every call. That each request has at least one token, and that no
+    value is out of range, stands on the device and is not looked at.
+    """
+    rows, tokens, longest = batch.num_reqs, batch.num_tokens, batch.max_query_len
+    sound = 0 <= rows <= spec.max_num_reqs and rows <= tokens <= spec.inputs.positions.size(0) and (rows or not tokens)
+    sound = sound and batch.max_seq_len <= spec.max_model_len and _is_longest(longest, rows, tokens)
+    if not sound or not all(t.size(0) >= rows and t.is_contiguous() for t in _per_row(batch)):
+        _explain_batch(spec, batch)
+    if not all(t.size(0) >= tokens and t.is_contiguous() for t in _per_token(batch)):
+        _explain_batch(spec, batch)
+    if batch.query_start_loc.size(0) <= rows or not batch.query_start_loc.is_contiguous():
+        _explain_batch(spec, batch)
+
+
+_PER_ROW = ("seq_lens", "num_rejected", "last_sampled", "temperature", "seeds", "idx_mapping")
+_PER_TOKEN = ("input_ids", "positions", "hidden_states")
+_per_row, _per_token = attrgetter(*_PER_ROW), attrgetter(*_PER_TOKEN)
+
+
+def _is_longest(longest: int | None, rows: int, tokens: int) -> bool:
+    """Whether ``longest`` can be the most tokens of a request where ``rows`` requests have ``tokens`` in all."""
+    return longest is None or rows == 0 or (longest <= tokens - rows + 1 and longest * rows >= tokens)
+
+
+def _explain_batch(spec: Any, batch: DraftBatch) -> None:
+    """Raise the error for the first thing that is wrong."""
 
     def fail(what: str, came: object, expected: object) -> None:
-        raise InvalidBatchError(what, came, expected, "Split the batch, or compile a larger speculator.")
+        raise InvalidBatchError(what, came, expected, "Correct or split the batch, or compile a larger speculator.")
 
-    if not 0 <= batch.num_reqs <= spec.max_num_reqs:
-        fail("num_reqs is out of range", batch.num_reqs, f"0..max_num_reqs={spec.max_num_reqs}")
-    room = spec.inputs.positions.shape[0]
-    if not batch.num_reqs <= batch.num_tokens <= room:
-        fail("num_tokens is out of range", batch.num_tokens, f"num_reqs={batch.num_reqs}..{room}")
+    rows, tokens, room = batch.num_reqs, batch.num_tokens, spec.inputs.positions.shape[0]
+    if not 0 <= rows <= spec.max_num_reqs:
+        fail("num_reqs is out of range", rows, f"0..max_num_reqs={spec.max_num_reqs}")
+    if not rows <= tokens <= room or (tokens and not rows):
+        fail("num_tokens is out of range", tokens, f"{rows}..{room if rows else 0} for num_reqs={rows}")
     if batch.max_seq_len > spec.max_model_len:
         fail("max_seq_len is out of range", batch.max_seq_len, f"at most max_model_len={spec.max_model_len}")
-    lengths = {"query_start_loc": batch.num_reqs + 1, "positions": batch.num_tokens, "input_ids": batch.num_tokens}
-    per_row = ("seq_lens", "num_rejected", "last_sampled", "temperature", "seeds", "idx_mapping")
-    lengths |= dict.fromkeys(per_row, batch.num_reqs) | {"hidden_states": batch.num_tokens}
+    if not _is_longest(batch.max_query_len, rows, tokens):
+        fail("max_query_len cannot be", batch.max_query_len, f"what fits num_reqs={rows}, num_tokens={tokens}")
+    lengths = dict.fromkeys(_PER_TOKEN, tokens) | dict.fromkeys(_PER_ROW, rows) | {"query_start_loc": rows + 1}
     for name, length in lengths.items():
-        if getattr(batch, name).shape[0] < length:
-            fail(f"batch.{name} is too short", getattr(batch, name).shape[0], f"at least {length}")
+        tensor = getattr(batch, name)
+        if tensor.shape[0] < length:
+            fail(f"batch.{name} is too short", tensor.shape[0], f"at least {length}")
+        if not tensor.is_contiguous():
+            fail(f"batch.{name} is not contiguous", tensor.stride(), "a contiguous tensor")

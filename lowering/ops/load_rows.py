@@ -1,6 +1,6 @@
 """Load a batch into the persistent inputs of draft step 0, and make the rows behind it dead: one launch.
 
-Shape letters: T tokens, R requests (rows), Q query tokens of a padded row.
+Shape letters: T tokens, R requests (rows), Q query tokens of a padded row, H hidden size.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ WRITTEN = (
     "last_token_indices",
     "temperature",
     "seeds",
+    "hidden_states",
 )
 READ = (
     "input_ids",
@@ -33,6 +34,7 @@ READ = (
     "last_sampled",
     "temperature",
     "seeds",
+    "hidden_states",
 )
 
 
@@ -56,7 +58,8 @@ def _load(out: dict[str, Tensor], batch: dict[str, Tensor], rows: int, tokens: i
     out["last_token_indices"][:rows].copy_(last)
     out["input_ids"][: tokens - 1].copy_(batch["input_ids"][1:tokens])
     out["input_ids"][:tokens].index_copy_(0, last, batch["last_sampled"][:rows].to(torch.int32))
-    out["positions"][:tokens].copy_(batch["positions"][:tokens])
+    for name in ("positions", "hidden_states"):
+        out[name][:tokens].copy_(batch[name][:tokens])
     for name in ("seq_lens", "idx_mapping", "temperature", "seeds"):
         out[name][:rows].copy_(batch[name][:rows])
 
@@ -79,7 +82,7 @@ def _cuda(
     require_triton("load_rows")
     from draftfuse.lowering.ops._load_rows_triton import launch
 
-    launch(written, read, rows, capacity, query_len)
+    launch(written, read, rows, tokens, capacity, query_len)
 
 
 def _fake(

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import pytest
+
 import draftfuse
+from draftfuse import AcrossRanks
+from draftfuse.errors import InvalidBatchError, InvalidOptionError
 from tests.failures.small import Small, batch_of
 
 
-def test_every_rank_runs_the_capacity_of_the_largest() -> None:
-    sizes = (0, 3, 1)
-    counters = []
+@pytest.mark.parametrize("uniform", [False, True])
+def test_every_rank_runs_the_capacity_and_the_kind_of_the_fullest(uniform: bool) -> None:
+    sizes, k = (0, 3, 1), 2
+    batches = []
     for number in sizes:
-        spec = Small(k=2)
-        fused = draftfuse.compile(spec, compiler="none")
-        batch = batch_of(spec, [5, 9, 3][: max(1, number)])
-        batch.num_reqs, batch.num_tokens = (number, batch.num_tokens) if number else (0, 0)
-        tokens = fused.propose(batch, num_reqs_across_dp=sizes)
-        assert tokens.shape == (number, 2)
-        counters.append({n: c for n, c in fused.report.counters.items() if n.startswith("decode capacity")})
-    assert counters == [{"decode capacity 4": 1}] * 3
+        batch = batch_of(Small(k=k), [5, 9, 3][: max(1, number)], [0] * max(1, number))
+        batch.max_query_len = k + 1
+        assert batch.num_tokens == 3 * batch.num_reqs
+        if number == 0:
+            batch.num_reqs = batch.num_tokens = 0
+        batches.append(batch)
+    if not uniform:  # one request of the second rank has another number of tokens
+        batches[1] = batch_of(Small(k=k), [5, 9, 3], [1, 0, 0])
+    lengths = tuple(b.max_query_len or b.num_tokens - b.num_reqs + 1 for b in batches)
+    across = AcrossRanks(sizes, tuple(b.num_tokens for b in batches), lengths)
+    counters = []
+    for batch in batches:
+        fused = draftfuse.compile(Small(k=k), compiler="none")
+        assert fused.propose(batch, across=across).shape == (batch.num_reqs, k)
+        counters.append({n: c for n, c in fused.report.counters.items() if "capacity" in n or "eager" in n if c})
+    wanted = {"propose capacity 4": 1} if uniform else {"decode capacity 4": 1, "eager prefills": 1}
+    assert counters == [wanted] * 3
+
+
+def test_sizes_that_cannot_be_right_are_refused() -> None:
+    fused = draftfuse.compile(Small(k=2), compiler="none")
+    with pytest.raises(InvalidBatchError, match="the batch is that of no rank"):
+        fused.propose(batch_of(fused.spec, [5, 9]), across=AcrossRanks((1, 1), (3, 3), (3, 3)))
+    with pytest.raises(InvalidOptionError, match="the ranks are not described"):
+        AcrossRanks((1, 2), (3,), (3, 3))

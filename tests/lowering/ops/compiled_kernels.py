@@ -55,10 +55,13 @@ def small_linear(swiglu: bool) -> None:
 
 
 def load_rows() -> None:
-    types = dict.fromkeys(_load_rows_triton._load_rows.arg_names[:17], "*i64")
+    types = dict.fromkeys(_load_rows_triton._load_rows.arg_names[:19], "*i64")
     types |= dict.fromkeys(("out_ids", "out_seq_lens", "out_starts", "seq_lens", "starts"), "*i32")
     types |= dict.fromkeys(("out_temperature", "temperature"), "*fp32")
-    compile_kernel(_load_rows_triton._load_rows, types, {"BLOCK": _load_rows_triton.BLOCK})
+    types |= dict.fromkeys(("out_hidden", "hidden"), "*bf16")
+    blocks = {"BLOCK": _load_rows_triton.BLOCK, "HIDDEN_BLOCK": _load_rows_triton.HIDDEN_BLOCK}
+    ptx = compile_kernel(_load_rows_triton._load_rows, types, blocks)
+    assert "st.global.v4.b32" in ptx, "hidden states are not copied 16 bytes at a time"
 
 
 def main() -> None:

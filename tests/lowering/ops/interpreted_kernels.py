@@ -127,15 +127,16 @@ def test_load_rows(rows: int, capacity: int, length: int) -> None:
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
     read = {n: torch.randint(1, 99, (max(tokens, rows),)) for n in READ} | {"query_start_loc": starts}
     read |= {"seq_lens": torch.arange(rows).int(), "temperature": torch.rand(rows)}
-    read |= {"num_rejected": torch.arange(rows) % lengths.clamp(min=1)}
+    read |= {"num_rejected": torch.arange(rows) % lengths.clamp(min=1), "hidden_states": torch.randn(tokens, 1500)}
     kinds = {"input_ids": torch.int32, "seq_lens": torch.int32, "query_start_loc": torch.int32}
     room = capacity * query_len + 20
     buffers = [torch.full((room,), 77, dtype=kinds.get(n, torch.int64)) for n in WRITTEN]
     buffers[WRITTEN.index("temperature")] = torch.full((room,), 7.5)
+    buffers[WRITTEN.index("hidden_states")] = torch.full((room, 1500), 7.5)
     expected = [b.clone() for b in buffers]
     sources = [read[n] for n in READ] if rows else []
     load_reference(expected, sources, rows, tokens, capacity, query_len)
-    _load_rows_triton.launch(buffers, sources, rows, capacity, query_len)
+    _load_rows_triton.launch(buffers, sources, rows, tokens, capacity, query_len)
     for name, want, got in zip(WRITTEN, expected, buffers, strict=True):
         if name == "input_ids" and rows:  # behind the last accepted token of a row stands rubbish in both
             starts_of, last = starts[:-1].tolist(), (starts[1:] - 1 - read["num_rejected"]).tolist()

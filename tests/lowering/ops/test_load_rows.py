@@ -16,7 +16,8 @@ KINDS = {
 
 
 def buffers(length: int = 12) -> dict[str, Tensor]:
-    return {name: torch.full((length,), 77, dtype=KINDS.get(name, torch.int64)) for name in WRITTEN}
+    found = {name: torch.full((length,), 77, dtype=KINDS.get(name, torch.int64)) for name in WRITTEN}
+    return found | {"hidden_states": torch.full((length, 2), 77.0)}
 
 
 def batch() -> dict[str, Tensor]:
@@ -31,6 +32,7 @@ def batch() -> dict[str, Tensor]:
         "last_sampled": torch.tensor([99, 88]),
         "temperature": torch.tensor([0.5, 0.0]),
         "seeds": torch.tensor([1, 2]),
+        "hidden_states": torch.arange(10.0).view(5, 2),
     }
 
 
@@ -47,6 +49,7 @@ def test_shifts_ids_and_places_the_newest_token_behind_the_last_accepted() -> No
     assert out["last_token_indices"][:2].tolist() == [1, 4]
     assert out["positions"][:6].tolist() == [4, 5, 6, 8, 9, 77]
     assert out["seq_lens"][:3].tolist() == [7, 10, 77]
+    assert out["hidden_states"][:6].flatten().tolist() == [*range(10), 77, 77]
 
 
 def test_rows_behind_the_live_ones_become_dead_and_nothing_else_is_touched() -> None:
