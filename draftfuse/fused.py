@@ -232,7 +232,8 @@ class FusedDraft:
         else:
             self._ragged_prefill(batch)
         if proposal.decode is not None:
-            self._loader.pad(batch.num_reqs, proposal.decode.descriptor.num_reqs)
+            if proposal.prefill is None:  # a uniform batch was padded as it was loaded
+                self._loader.pad(batch.num_reqs, proposal.decode.descriptor.num_reqs)
             self._run(proposal.decode, batch.num_reqs, batch.num_tokens, batch.max_seq_len)
 
     def _ragged_prefill(self, batch: DraftBatch) -> None:

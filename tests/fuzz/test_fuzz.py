@@ -16,6 +16,8 @@ CHUNKS = int(os.environ.get("DRAFTFUSE_FUZZ_PROGRAMS", "200")) // CHUNK
 KEPT = [
     # The first run of generated code, on dummy rows, moved on state that the loop keeps between calls.
     Program(builders=("chained",), memory="counted", rows=4, k=3, ks=(3,), batches=((3, 5, 4), (4, 4))),
+    # Dead rows of a uniform batch were padded anew behind a prefill of its own, but not inside one launch.
+    Program(memory="indexed", rows=4, batches=((14, 11, 5),), uniform=True),
 ]
 
 
