@@ -19,9 +19,12 @@ from draftfuse.lowering.emit import Emission, emit
 from draftfuse.lowering.generated import register_hidden, register_refresh
 from draftfuse.lowering.small import has_own_kernel
 from draftfuse.passes import ir, never
+from draftfuse.passes.collectives import collectives_of
 from draftfuse.passes.explicit_metadata import explicit_metadata
 from draftfuse.report import BuildReport
 from draftfuse.trace import Trace, trace
+
+COLLECTIVES_IN_SEGMENTS = "emission='whole' would let Inductor order the loop's collectives; segments keep their order"
 
 
 @dataclass
@@ -69,10 +72,14 @@ def finish(
     refuse_outputs(traced)
     refuse_higher_order(traced)
     steps = passes_for(traced, small=has_own_kernel if settings.compiler == "inductor" else never)
+    ordered = collectives_of(traced.graph)
+    refused = COLLECTIVES_IN_SEGMENTS if ordered and settings.emission == "whole" else ""
+    settings = replace(settings, emission="segments") if refused else settings
     whole = settings.emission == "whole" and settings.compiler == "inductor"
     # In a whole graph the refresh stays values: Inductor fuses it with what reads it.
     disable = {*settings.disable, "lower_metadata_refresh"} if whole else settings.disable
     done = passes.run(traced.graph, steps, disable=disable, dump=settings.dump)
+    assert collectives_of(traced.graph) == ordered, "a pass moved or removed a collective"
     emission = emit(
         traced.graph,
         traced.fake_mode,
@@ -83,7 +90,7 @@ def finish(
         progress=settings.progress,
     )
     report = report_on(emission, k, num_reqs, done, trace_seconds, kind, settings)
-    report.baked = traced.baked
+    report.baked, report.refused = traced.baked, refused
     return emission, report
 
 

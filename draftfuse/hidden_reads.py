@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from draftfuse import python_state
 from draftfuse.journal import user_frame, whole_memory, written_by
 from draftfuse.lowering.effects import declared
+from draftfuse.passes.collectives import is_collective
 from draftfuse.passes.findings import ERROR, WARNING, Finding
 
 CALLS = 2  # of each operator that are looked at
@@ -29,7 +30,7 @@ class HiddenReads:
 
     def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.calls[func] += 1
-        if self.calls[func] > CALLS:
+        if self.calls[func] > CALLS or is_collective(func):  # a repeated one would leave the other ranks behind
             return
         read = [path for path, buffer in self.others(args, kwargs).items() if _reads(func, args, kwargs, buffer)]
         said = declared(func)

@@ -88,7 +88,9 @@ def whole_memory(tensor: Tensor) -> Tensor:
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Tensors that a call mutates, by its schema."""
+    """Tensors that a call mutates, by its schema; an eager collective may write all that it is given."""
+    if isinstance(func, OpOverload) and func.namespace == "c10d":
+        yield from (t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
     if not isinstance(func, OpOverload) or not func._schema.is_mutable:
         return
     for index, arg in enumerate(func._schema.arguments):

@@ -1,7 +1,8 @@
 """What registered operators read and write beyond their arguments.
 
-An operator of draftfuse reads and writes its arguments only. Any other operator might read persistent state through a
-closure or a forward context, so all pending state is stored before it, unless :func:`register_effects` says more.
+An operator of draftfuse reads and writes its arguments only, and so does a functional collective. Any other might
+read persistent state through a closure or a forward context, so all pending state is stored before it, unless
+:func:`register_effects` says more.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from draftfuse.errors import InvalidOptionError
 from draftfuse.passes import ir
+from draftfuse.passes.collectives import is_functional_collective
 from draftfuse.passes.explicit_metadata import Effects
 
 Tensors = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
@@ -43,7 +45,7 @@ def register_effects(op: Any, reads: Tensors = (), writes: Tensors = ()) -> None
 def declared(op: OpOverload) -> tuple[list[Tensor], list[Tensor]] | None:
     """The tensors that ``op`` reads and writes beyond its arguments; None if nobody has said."""
     if op not in _EFFECTS:
-        return None
+        return ([], []) if is_functional_collective(op) else None
     reads, writes = ([*(t() if callable(t) else t)] for t in _EFFECTS[op])
     return reads, writes
 
@@ -60,7 +62,7 @@ def hidden_reads(node: fx.Node) -> Collection[int] | None:
         return ()
     declared = _EFFECTS.get(node.target)
     if declared is None:
-        return None
+        return () if is_functional_collective(node.target) else None
     return () if not callable(declared[0]) and not declared[0] else None
 
 
