@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from draftfuse.dispatch import Descriptor
 from draftfuse.errors import InvalidOptionError
 from draftfuse.progress import bar
+from draftfuse.state import persistent_tensors
 
 if TYPE_CHECKING:
     from draftfuse.fused import FusedDraft
@@ -43,3 +44,11 @@ def _keep_within_budget(fused: FusedDraft, newest: Descriptor) -> None:
     fused.runners.workspace.shrink()
     reason = f"its graphs need {used} bytes of a budget of {budget}"
     fused.report.fall_back(f"capacity {newest.num_reqs}", "at another capacity", reason)
+
+
+def memory_of(fused: FusedDraft) -> dict[str, int]:
+    """See :meth:`draftfuse.FusedDraft.memory`."""
+    runners = fused.runners
+    inputs = sum(t.numel() * t.element_size() for t in persistent_tensors(fused.spec))
+    graphs = {f"{d.kind} k={d.num_steps} capacity={d.num_reqs}": r.num_bytes for d, r in runners.made.items()}
+    return {"inputs": inputs, "rows": runners.workspace.num_bytes, "pool": sum(graphs.values()), **graphs}

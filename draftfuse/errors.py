@@ -76,6 +76,21 @@ class StaleAddressError(DraftfuseError):
     """A tensor that a captured graph holds has moved since capture."""
 
 
+class RankMismatchError(DraftfuseError):
+    """The ranks of a process group would run different collectives, so that their loops would never meet."""
+
+    rank: int = -1  # the first one that differs
+    step: int | None = None  # draft step of its first other collective
+
+
+class LostRankError(DraftfuseError):
+    """A rank is late or dead: a collective of the draft loop, or what ranks agree on before it, cannot be met."""
+
+    ranks: tuple[int, ...] = ()
+    step: int | None = None  # draft step of the collective that was waited for
+    phase: str = ""
+
+
 class ClosedError(DraftfuseError):
     """The compiled loop was closed, or a sticky CUDA error made it unusable."""
 

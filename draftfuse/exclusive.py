@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from draftfuse.errors import ClosedError, ConcurrentUseError
+from draftfuse.errors import ClosedError, ConcurrentUseError, LostRankError
+from draftfuse.meeting import Ranks
 
 
 def event_of_now() -> Any:
@@ -19,12 +20,17 @@ def event_of_now() -> Any:
 
 
 class Exclusive:
-    """One call at a time, on an open loop, without autograd. A plain class: this is on the path of every replay."""
+    """One call at a time, on an open loop, without autograd. A plain class: this is on the path of every replay.
 
-    def __init__(self) -> None:
+    A call in which a collective fails ends in :class:`LostRankError`, and so does the loop until :meth:`reopen`.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
         self.lock = threading.Lock()
         self.closed = False
         self.grad = False
+        self.ranks = ranks
+        self.lost: LostRankError | None = None
 
     def __enter__(self) -> None:
         if not self.lock.acquire(blocking=False):
@@ -32,11 +38,33 @@ class Exclusive:
             raise ConcurrentUseError("two threads use one compiled loop", "a second call", "one call at a time", todo)
         if self.closed:
             self.lock.release()
-            todo = "Compile the speculator again."
-            raise ClosedError("the compiled loop is closed", "a call after close()", "no further call", todo)
+            raise self._refusal()
         self.grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         torch._C._set_grad_enabled(self.grad)
-        self.lock.release()
+        try:
+            if error is not None:
+                self._failed(error)
+        finally:
+            self.lock.release()
+
+    def _failed(self, error: BaseException) -> None:
+        found = self.ranks.explain(error)
+        if found is not None:
+            self.lost, self.closed = found, True
+            if found is not error:
+                raise found from error
+
+    def _refusal(self) -> ClosedError:
+        if self.lost is not None:
+            todo = "Call recapture() on all ranks once they are back, or close()."
+            return ClosedError("the compiled loop has lost a rank", f"a call after: {self.lost.what}", "none", todo)
+        todo = "Compile the speculator again."
+        return ClosedError("the compiled loop is closed", "a call after close()", "no further call", todo)
+
+    def reopen(self) -> None:
+        """Admit calls again after a lost rank."""
+        if self.lost is not None:
+            self.lost, self.closed = None, False

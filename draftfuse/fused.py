@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftfuse import guards, loop, validate
+from draftfuse import budget, guards, loop, validate
 from draftfuse.audit_report import AuditReport
 from draftfuse.build import Settings
 from draftfuse.dispatch import DECODE, PROPOSE, Decision, Descriptor, Ladder
 from draftfuse.exclusive import Exclusive, event_of_now
 from draftfuse.loader import Loader
+from draftfuse.meeting import wait_for
 from draftfuse.ranks import AcrossRanks
 from draftfuse.report import Plan, Report
 from draftfuse.runners import Runner, Runners
 from draftfuse.speculator import DraftBatch
-from draftfuse.state import fill_dummy, persistent_tensors
+from draftfuse.state import fill_dummy
 
 Hooks = tuple[Callable[[], None], ...]
 
@@ -55,7 +56,7 @@ class FusedDraft:
         self._plans: dict[tuple[Descriptor, int, int], Plan] = {}
         self._proposals: dict[tuple[int, int, int | None, int | None, AcrossRanks | None], Proposal] = {}
         self._calls: dict[tuple[int, int | None, int | None], Plan | None] = {}
-        self._exclusive = Exclusive()
+        self._exclusive = Exclusive(self.runners.inspector.ranks)
         self._loader = Loader(spec)
 
     def propose(
@@ -146,11 +147,9 @@ class FusedDraft:
         Under ``graph_memory_budget`` a capacity whose graphs would pass the budget is left out, with a line in the
         report; its batches pad to the next larger one that was captured.
         """
-        from draftfuse.budget import capture_all
-
         wanted = [self._check_k(k) for k in ks] if ks is not None else [self.ladder.max_k]
         with self._exclusive:
-            capture_all(self, wanted, progress)
+            budget.capture_all(self, wanted, progress)
 
     def dummy_run(self, num_reqs: int, num_tokens: int | None = None, skip_attn: bool = False) -> None:
         """One eager prefill on dead rows, as a memory profile needs it; no graph is made or used.
@@ -186,18 +185,27 @@ class FusedDraft:
 
     def memory(self) -> dict[str, int]:
         """Bytes of each captured graph, of their pool, and of persistent buffers apart from them."""
-        inputs = sum(t.numel() * t.element_size() for t in persistent_tensors(self.spec))
-        graphs = {f"{d.kind} k={d.num_steps} capacity={d.num_reqs}": r.num_bytes for d, r in self.runners.made.items()}
-        return {"inputs": inputs, "rows": self.runners.workspace.num_bytes, "pool": sum(graphs.values()), **graphs}
+        return budget.memory_of(self)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the drafts of the last call on this stream: a graph that waits for a lost rank never ends.
+
+        Raises:
+            LostRankError: not ready after ``timeout`` seconds (by default those of the process group).
+        """
+        with self._exclusive:
+            wait_for(self, timeout)
 
     def close(self) -> None:
         """Drop all graphs and code. Later calls raise :class:`ClosedError`."""
+        self._exclusive.reopen()
         with self._exclusive:
             self._exclusive.closed = True
             self._forget()
 
     def recapture(self) -> None:
         """Forget graphs and builds: the next call makes them anew, at the addresses of that time."""
+        self._exclusive.reopen()
         with self._exclusive:
             self._forget()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from draftfuse.dispatch import Descriptor
 from draftfuse.errors import UnsafeLoopError
+from draftfuse.groups import is_parallel
 from draftfuse.lint import of_graph, probe
+from draftfuse.meeting import Ranks
 from draftfuse.passes.findings import Finding, merged
 from draftfuse.state import Saved, fill_dummy, persistent_tensors
 from draftfuse.trace import Trace
@@ -38,21 +40,32 @@ class Inspector:
     spec: Any
     findings: list[Any]
     probed: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
+    _pending: int = 0  # rows of a probe that waits for a trace: collectives run only once all ranks agree on them
 
     def before(self, descriptor: Descriptor) -> None:
         """Run the decode loop once, eagerly, on the dead rows that the inputs hold."""
         if not self.probed and descriptor.num_steps > 1:
             self.probed = True
-            kept = Saved(persistent_tensors(self.spec))
-            fill_dummy(self.spec, descriptor.num_reqs)
-            try:
-                self.finish(probe(self.spec, descriptor.num_reqs, 2))
-            finally:
-                kept.restore()
+            self._pending = descriptor.num_reqs
+            if not is_parallel():
+                self._probe()
+
+    def _probe(self) -> None:
+        rows, self._pending = self._pending, 0
+        kept = Saved(persistent_tensors(self.spec))
+        fill_dummy(self.spec, rows)
+        try:
+            self.finish(probe(self.spec, rows, 2))
+        finally:
+            kept.restore()
 
     def after(self, traced: Trace) -> None:
-        """Look at a traced graph."""
-        self.finish(of_graph(self.spec, traced))
+        """Look at a traced graph, and compare its collectives with those of other ranks."""
+        with self.ranks.comparing(traced):
+            self.finish(of_graph(self.spec, traced))
+        if self._pending:
+            self._probe()
 
     def finish(self, findings: list[Finding]) -> None:
         """Record what was found, and raise for errors."""

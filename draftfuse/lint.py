@@ -13,14 +13,23 @@ import torch
 from torch import Tensor
 
 from draftfuse import loop, python_changes, python_state, validate
-from draftfuse.errors import DraftfuseError, UnsafeLoopError, UnstableMetadataError, UntraceableLoopError
+from draftfuse.errors import (
+    DraftfuseError,
+    SourceLine,
+    UnsafeLoopError,
+    UnstableMetadataError,
+    UntraceableLoopError,
+)
+from draftfuse.groups import cuda_backend
 from draftfuse.hidden_reads import HiddenReads
 from draftfuse.journal import Journal
 from draftfuse.loop_kind import checked_kind
 from draftfuse.passes import ir
 from draftfuse.passes.capture_safety import Surroundings, capture_safety
+from draftfuse.passes.collectives import collectives_of, group_of
 from draftfuse.passes.findings import ERROR, WARNING, Finding, merged
 from draftfuse.passes.render import canonical
+from draftfuse.rank_branches import watched_ranks
 from draftfuse.state import fill_dummy
 from draftfuse.trace import Trace, trace, user_line
 
@@ -91,10 +100,11 @@ def probe(spec: Any, rows: int, k: int, reads: HiddenReads | None = None) -> lis
     hooked = _after_hooks(spec, before)
     journal = Journal(on_opaque=reads)
     try:
-        with journal, checked_kind(spec, rows) as checked, _named_failures():
+        with journal, checked_kind(spec, rows) as checked, _named_failures(), watched_ranks() as branches:
             loop.decode_loop(checked, rows, max(2, k))
         after = python_state.of_speculator(spec)
-        return [of_change(c) for c in python_changes.diff(before, after) if c.path not in hooked]
+        changes = [of_change(c) for c in python_changes.diff(before, after) if c.path not in hooked]
+        return [*map(of_branch, branches), *changes]
     finally:
         journal.restore()
         before.restore()
@@ -139,6 +149,13 @@ def of_change(change: python_changes.Change) -> Finding:
     return Finding(WARNING, "side-effect", text, todo, change.source, phase=phase)
 
 
+def of_branch(source: SourceLine) -> Finding:
+    """A branch on the rank as a finding."""
+    text = "Python decides by the rank of this process: each rank would capture a loop of its own"
+    todo = "Let all ranks run the same statements; a number that depends on the rank (an offset, a shard) may differ."
+    return Finding(ERROR, "rank-branch", text, todo, source, phase="forward")
+
+
 def of_graph(spec: Any, traced: Trace) -> list[Finding]:
     """The findings of the graph rules."""
     return capture_safety(traced.graph, surroundings(spec, traced))
@@ -159,6 +176,7 @@ def surroundings(spec: Any, traced: Trace) -> Surroundings:
         max_model_len=spec.max_model_len,
         front=traced.front,
         on_cuda=spec.inputs.positions.device.type == "cuda",
+        backends={name: cuda_backend(name) for name in map(group_of, collectives_of(traced.graph))},
     )
 
 

@@ -172,9 +172,10 @@ class Runners:
         return Runner(split.run, {counter: descriptor.num_steps - 1}, scalars=scalars, kept=split)
 
     def _fused(self, descriptor: Descriptor) -> Runner:
-        emission = self._emission(descriptor)
-        scalars = self._scalars[id(emission)]
-        bound = emission.bind(descriptor.num_reqs, self.workspace)
+        with self.inspector.ranks.together("build"):
+            emission = self._emission(descriptor)
+            scalars = self._scalars[id(emission)]
+            bound = emission.bind(descriptor.num_reqs, self.workspace)
         self._load_code(bound)
         frozen = collect(self.spec, descriptor.num_reqs)
         addresses = Addresses.of(emission.sources, {"spec": self.spec})

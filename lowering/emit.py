@@ -20,8 +20,10 @@ from draftfuse.lowering.segment import Compiled, Extracted, compile_segment, ext
 from draftfuse.lowering.whole import compile_whole, extract_whole
 from draftfuse.lowering.workspace import Workspace
 from draftfuse.passes import ir
+from draftfuse.passes.collectives import is_functional_collective
 
 Call = tuple[Callable[..., Any], list[fx.Node], list[fx.Node]]
+EMISSION_FILE, PLACES = "<draftfuse emission>", "places"  # where a traceback finds the node of a line
 _COMPILED: dict[tuple[str, str], Compiled] = {}  # equal segments of all loops of this process are compiled once
 
 
@@ -172,14 +174,18 @@ class _Source:
 
     def lines(self) -> tuple[list[str], dict[str, Any]]:
         out: list[str] = []
+        places = dict[int, fx.Node]()
         for index, item in enumerate(self.emission.program.items):
             if index in self.emission.calls:
                 out.append(self._segment_line(index))
             else:
                 nodes = [*item.nodes, *item.stores] if isinstance(item, Segment) else [item]
+                places |= {len(out) + i: n for i, n in enumerate(nodes, 2) if is_functional_collective(n.target)}
                 out += [self._node_line(node) for node in nodes]
             dead = [self._name(n) for n in self.last_use.get(index, []) if n not in self.env]
             out += [f"del {', '.join(dead)}"] if dead else []
+        if places:
+            self.names[PLACES] = places
         return out, self.names
 
     def _last_uses(self) -> dict[int, list[fx.Node]]:
@@ -242,6 +248,6 @@ def _function(lines: list[str], names: dict[str, Any]) -> Callable[[], None]:
     body = "\n".join(f"    {line}" for line in lines) or "    pass"
     parameters = ", ".join(f"{name}={name}" for name in names)
     scope = dict(names)
-    exec(compile(f"def run({parameters}):\n{body}\n", "<draftfuse emission>", "exec"), scope)
+    exec(compile(f"def run({parameters}):\n{body}\n", EMISSION_FILE, "exec"), scope)
     function: Callable[[], None] = scope["run"]
     return function

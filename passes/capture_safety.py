@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
 from draftfuse.passes import ir
+from draftfuse.passes.collectives import collectives_of, group_of
 from draftfuse.passes.findings import ERROR, WARNING, Finding
 from draftfuse.passes.short_tables import short_tables
 
@@ -49,6 +50,7 @@ class Surroundings:
     max_model_len: int = 0
     front: fx.Graph | None = None  # Dynamo's graph, in which no-op transfers are still visible
     on_cuda: bool = False
+    backends: Mapping[str, str] = field(default_factory=dict)  # process group -> what it runs CUDA tensors with
 
 
 def capture_safety(graph: fx.Graph, around: Surroundings) -> list[Finding]:
@@ -219,6 +221,24 @@ def _tables(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
         yield _finding(node, ERROR, "short-table", text, todo)
 
 
+def _groups(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
+    calls = collectives_of(graph)
+    first = group_of(calls[0]) if calls else ""
+    for node in calls:
+        if (group := group_of(node)) != first:
+            text = f"{node.target} runs on group {group}, other collectives of the loop on {first}"
+            todo = "Run all collectives of the loop on one process group: only within a group is their order one."
+            yield _finding(node, ERROR, "collective", text, todo)
+        backend = around.backends.get(group, "nccl")
+        if backend != "nccl" and any(ir.value(a).is_cuda for a in node.all_input_nodes if ir.is_tensor(a)):
+            text = f"{node.target} runs CUDA tensors on group {group} with {backend}, which a CUDA graph cannot hold"
+            todo = 'Make the group with backend="nccl" (or "cpu:gloo,cuda:nccl").'
+            yield _finding(node, ERROR, "collective", text, todo)
+        if ir.is_mutation(node):
+            text = f"{node.target} writes in place, and what waits for it is another name of its argument"
+            yield _finding(node, ERROR, "collective", text, "Call the collective that returns a new tensor, and copy_.")
+
+
 _Rule = Callable[[fx.Graph, Surroundings], Iterator[Finding]]
 _RULES: tuple[_Rule, ...] = (
     _host_syncs,
@@ -230,4 +250,5 @@ _RULES: tuple[_Rule, ...] = (
     _foreign,
     _raw_kv,
     _tables,
+    _groups,
 )

@@ -21,6 +21,8 @@ CLASSES = {
     "raw-kv-write": "an indexed write into a KV pool, where slot -1 is the last slot",
     "short-table": "a table is shorter than the positions it is asked for",
     "python-branch": "Python decides by a value of the batch",
+    "rank-branch": "Python decides by the rank of the process",
+    "collective": "a collective that cannot be part of one captured loop",
     "side-effect": "Python state changes while the loop runs",
     "unstable-trace": "tracing twice gives two graphs",
     "context-read": "the loop reads a context variable",
