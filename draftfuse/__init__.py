@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
+from draftfuse import environment as _environment  # first: it warns where what follows may fail
 from draftfuse import errors, ops
 from draftfuse.compiler import compile
 from draftfuse.errors import DraftfuseError
@@ -21,6 +22,8 @@ from draftfuse.speculator import (
     MetadataBuilder,
     Speculator,
 )
+
+del _environment
 
 __all__ = [
     "AcrossRanks",

@@ -54,8 +54,9 @@ def demo(
     from rich.console import Console
 
     from draftfuse import demo as module
+    from draftfuse.environment import check_device
 
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     source = text.read_text(encoding="utf-8", errors="replace") if text else None
     result = module.demo(module.Options(source, k, tokens, requests, compiler, place))
     if as_json:

@@ -10,6 +10,7 @@ from typing import Any
 from draftfuse import validate
 from draftfuse.build import Settings
 from draftfuse.dispatch import Ladder
+from draftfuse.environment import require_triton_on
 from draftfuse.errors import InvalidOptionError
 from draftfuse.fused import FusedDraft
 
@@ -55,11 +56,13 @@ def compile(
     Raises:
         InvalidSpeculatorError: an attribute is missing or has a wrong type, dtype or shape.
         InvalidOptionError: an option has no meaning.
+        MissingExtraError: the speculator is on a CUDA device, and Triton is not installed.
     """
     validate.check_option("mode", mode, validate.MODES)
     validate.check_option("compiler", compiler, validate.COMPILERS)
     validate.check_option("emission", emission, ("segments", "whole"))
     validate.check_speculator(speculator)
+    require_triton_on(speculator.inputs.positions.device)
     _check_passes(disable)
     largest = speculator.num_speculative_tokens
     if num_speculative_tokens is not None:

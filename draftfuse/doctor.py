@@ -9,6 +9,7 @@ from importlib import metadata, util
 
 import torch
 
+from draftfuse.environment import TESTED_RANGE, is_tested, why_no_cuda
 from draftfuse.vllm.asked import COMPILER, SWITCH, by_environment
 from draftfuse.vllm.versions import RELEASES, release_of
 
@@ -48,7 +49,8 @@ def version_of(*names: str) -> str:
 
 def _findings() -> Iterator[Finding]:
     yield Finding("python", platform.python_version())
-    yield Finding("torch", torch.__version__)
+    untested = "" if is_tested(torch.__version__) else f"not tested with draftfuse (tested: {TESTED_RANGE})"
+    yield Finding("torch", torch.__version__, untested)
     yield _device()
     yield _triton()
     yield from _flash_attention()
@@ -56,15 +58,16 @@ def _findings() -> Iterator[Finding]:
 
 
 def _device() -> Finding:
-    if not torch.cuda.is_available():
-        return Finding("device", "cpu", "CUDA graphs need a CUDA device; the same calls compile for the CPU here")
+    if reason := why_no_cuda():
+        todo = "CUDA graphs need a CUDA device; the same calls compile for the CPU here"
+        return Finding("device", f"cpu ({reason})", todo)
     major, minor = torch.cuda.get_device_capability()
     return Finding("device", f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}")
 
 
 def _triton() -> Finding:
     version = version_of("triton", "pytorch-triton")
-    needed = torch.cuda.is_available() and not version
+    needed = not why_no_cuda() and not version
     return Finding("triton", version or "not installed", "CUDA kernels need it: pip install triton" if needed else "")
 
 

@@ -92,11 +92,19 @@ class LostRankError(DraftfuseError):
 
 
 class ClosedError(DraftfuseError):
-    """The compiled loop was closed, or a sticky CUDA error made it unusable."""
+    """The compiled loop was closed, or has lost a rank."""
+
+
+class DeviceLostError(DraftfuseError):
+    """A CUDA error after which no kernel runs any more in this process; every further call is refused with it."""
 
 
 class CaptureError(DraftfuseError):
     """A CUDA graph could not be captured; nothing half built is kept."""
+
+
+class OutOfGraphMemoryError(CaptureError):
+    """Device memory ran out while a graph was captured; nothing half built is kept, and the next call tries again."""
 
 
 class ConcurrentUseError(DraftfuseError):
@@ -109,3 +117,7 @@ class MissingExtraError(DraftfuseError):
 
 class OpArgumentError(DraftfuseError):
     """An operator of draftfuse was called with a tensor of a wrong dtype or shape."""
+
+
+class UntestedVersionWarning(UserWarning):
+    """A release of torch that draftfuse has not been tested with."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from draftfuse.errors import ClosedError, ConcurrentUseError, LostRankError
+from draftfuse.environment import device_lost
+from draftfuse.errors import ClosedError, ConcurrentUseError, DeviceLostError, DraftfuseError, LostRankError
 from draftfuse.meeting import Ranks
 
 
@@ -23,6 +24,7 @@ class Exclusive:
     """One call at a time, on an open loop, without autograd. A plain class: this is on the path of every replay.
 
     A call in which a collective fails ends in :class:`LostRankError`, and so does the loop until :meth:`reopen`.
+    After a :class:`DeviceLostError` nothing is launched any more: the loop can only be closed.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -31,6 +33,7 @@ class Exclusive:
         self.grad = False
         self.ranks = ranks
         self.lost: LostRankError | None = None
+        self.device_lost: DeviceLostError | None = None
 
     def __enter__(self) -> None:
         if not self.lock.acquire(blocking=False):
@@ -51,20 +54,24 @@ class Exclusive:
             self.lock.release()
 
     def _failed(self, error: BaseException) -> None:
-        found = self.ranks.explain(error)
-        if found is not None:
+        found: DraftfuseError | None = device_lost(error)
+        if isinstance(found, DeviceLostError):
+            self.device_lost, self.closed = found, True
+        elif (found := self.ranks.explain(error)) is not None:
             self.lost, self.closed = found, True
-            if found is not error:
-                raise found from error
+        if found is not None and found is not error:
+            raise found from error
 
-    def _refusal(self) -> ClosedError:
+    def _refusal(self) -> DraftfuseError:
+        if (first := self.device_lost) is not None:
+            return DeviceLostError("the compiled loop is on a device that is lost", first.came, "no call", first.todo)
         if self.lost is not None:
             todo = "Call recapture() on all ranks once they are back, or close()."
             return ClosedError("the compiled loop has lost a rank", f"a call after: {self.lost.what}", "none", todo)
         todo = "Compile the speculator again."
         return ClosedError("the compiled loop is closed", "a call after close()", "no further call", todo)
 
-    def reopen(self) -> None:
-        """Admit calls again after a lost rank."""
-        if self.lost is not None:
+    def reopen(self, to_close: bool = False) -> None:
+        """Admit calls again after a lost rank; after a lost device, only the one that drops everything."""
+        if self.lost is not None or (to_close and self.device_lost is not None):
             self.lost, self.closed = None, False

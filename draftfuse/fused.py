@@ -198,7 +198,7 @@ class FusedDraft:
 
     def close(self) -> None:
         """Drop all graphs and code. Later calls raise :class:`ClosedError`."""
-        self._exclusive.reopen()
+        self._exclusive.reopen(to_close=True)
         with self._exclusive:
             self._exclusive.closed = True
             self._forget()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftfuse.environment import first_line
 from draftfuse.errors import CaptureError
 
 
@@ -45,25 +46,33 @@ def capture(
     Raises:
         CaptureError: ``run`` does something that a CUDA graph cannot hold; no graph is kept.
     """
+    warm_up(run, prepare, stream, warmups)
+    before = pool_bytes(pool)
+    graph, first = torch.cuda.CUDAGraph(), []
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            try:
+                run()
+            except RuntimeError as error:  # ending a capture that failed raises once more
+                first.append(error)
+                raise
+    except RuntimeError as error:
+        cause = (first or [error])[0]
+        todo = "Remove the host sync or allocation that the cause names, or use mode='split'."
+        raise CaptureError("the loop cannot be captured", first_line(cause), "capturable work", todo) from cause
+    return Captured(graph, tensors, max(0, pool_bytes(pool) - before))
+
+
+def warm_up(run: Callable[[], None], prepare: Callable[[], None], stream: Any, times: int) -> None:
+    """Run on fresh inputs, on the stream of the capture that follows; the inputs are fresh afterwards."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(warmups):
+        for _ in range(times):
             prepare()
             run()
         prepare()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
-    before = pool_bytes(pool)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            run()
-    except RuntimeError as error:
-        todo = "Remove the host sync or allocation that the cause names, or use mode='split'."
-        raise CaptureError(
-            "the loop cannot be captured", str(error).splitlines()[0], "capturable work", todo
-        ) from error
-    return Captured(graph, tensors, max(0, pool_bytes(pool) - before))
 
 
 def pool_bytes(pool: Any) -> int:

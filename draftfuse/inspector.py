@@ -46,7 +46,6 @@ class Inspector:
     def before(self, descriptor: Descriptor) -> None:
         """Run the decode loop once, eagerly, on the dead rows that the inputs hold."""
         if not self.probed and descriptor.num_steps > 1:
-            self.probed = True
             self._pending = descriptor.num_reqs
             if not is_parallel():
                 self._probe()
@@ -57,6 +56,7 @@ class Inspector:
         fill_dummy(self.spec, rows)
         try:
             self.finish(probe(self.spec, rows, 2))
+            self.probed = True  # a loop that was refused, or interrupted, is probed again at the next build
         finally:
             kept.restore()
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftfuse import loop, python_changes, python_state, validate
+from draftfuse.environment import device_lost
 from draftfuse.errors import (
     DraftfuseError,
     SourceLine,
@@ -115,9 +116,11 @@ def _named_failures() -> Iterator[None]:
     """What a user's code raises on dummy rows, with the line that raises it."""
     try:
         yield
-    except DraftfuseError:
+    except (DraftfuseError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if (lost := device_lost(error)) is not None:
+            raise lost from error
         came = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         todo = "Padded rows (seq_len 0, slot -1, idx_mapping -1) reach every statement of the loop: let them pass."
         raise UnsafeLoopError(

@@ -17,6 +17,7 @@ from draftfuse import loop, python_state
 from draftfuse.baked import ScalarGuards, plain
 from draftfuse.build import Settings, build
 from draftfuse.dispatch import DECODE, PREFILL, PROPOSE, Descriptor, Ladder
+from draftfuse.environment import named_memory
 from draftfuse.errors import (
     CaptureError,
     DraftfuseError,
@@ -73,7 +74,8 @@ class Runners:
     def get(self, descriptor: Descriptor) -> Runner:
         """The runner of ``descriptor``; building it leaves inputs and slots as they were."""
         if descriptor not in self.made:
-            self.made[descriptor] = self._on_dummies(descriptor, lambda: self._make(descriptor))
+            with named_memory():
+                self.made[descriptor] = self._on_dummies(descriptor, lambda: self._make(descriptor))
         return self.made[descriptor]
 
     def split_for(self, descriptor: Descriptor, host_values: tuple[Any, ...]) -> Runner:
@@ -82,7 +84,8 @@ class Runners:
         if key not in self._guarded:
             while len(self._guarded) >= MAX_GUARDED:
                 self._guarded.pop(next(iter(self._guarded)))
-            self._guarded[key] = self._on_dummies(descriptor, lambda: self._split(descriptor))
+            with named_memory():
+                self._guarded[key] = self._on_dummies(descriptor, lambda: self._split(descriptor))
         return self._guarded[key]
 
     def chained_split(self, descriptor: Descriptor, host_values: tuple[Any, ...]) -> Runner:
@@ -105,8 +108,8 @@ class Runners:
             self._fill(descriptor)
             return make()
         finally:
-            saved.restore()
             state.restore()
+            saved.restore()
 
     def _fill(self, descriptor: Descriptor) -> None:
         fill_dummy(self.spec, descriptor.num_reqs, descriptor.query_len)
@@ -218,10 +221,10 @@ class Runners:
             function, args = loop_of(descriptor)
             arguments = (self.spec, hint, *args[1:], *([] if descriptor.kind == PREFILL else [loop.graph_tap]))
             emission, report = build(function, arguments, descriptor, num_reqs, self.settings)
-            self._emissions[key] = emission
             self._scalars[id(emission)] = self._bake(report.baked)
             self.report.external = sorted({*self.report.external, *external_reads(self.spec, emission)})
             self.report.builds.append(report)
+            self._emissions[key] = emission  # last: whoever is interrupted before builds again
         return self._emissions[key]
 
     def _bake(self, values: dict[str, Any]) -> ScalarGuards:

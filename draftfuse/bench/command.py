@@ -26,6 +26,7 @@ from draftfuse.bench.runner import measure_cells
 from draftfuse.bench.table import load_cells, readme_table, terminal_table, tiny_table
 from draftfuse.bench.tiny import measure_tiny
 from draftfuse.bench.verdict import verdict
+from draftfuse.environment import check_device
 from draftfuse.validate import check_option
 
 TINY_KS = (2, 3, 4, 5, 6, 7, 8)
@@ -58,7 +59,7 @@ def bench(
     if render:
         print(readme_table(*load_cells(render)))
         return
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = torch.device(check_device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     wanted = modes.split(",")
     for name in wanted:
         check_option("mode", name, list(MODES))

@@ -25,9 +25,11 @@ INDEXER_FIELDS = ("slots", "request_ids", "lens", "schedule")
 
 def own_kernel() -> Status:
     """A kernel of draftfuse's own: Triton on CUDA, ATen elsewhere."""
-    if torch.cuda.is_available() and find_spec("triton") is not None:
-        return "fused", "draftfuse's Triton kernel"
-    return "reference", "no CUDA device: the operator's ATen implementation stands in for its Triton kernel"
+    if not torch.cuda.is_available():
+        return "reference", "no CUDA device: the operator's ATen implementation stands in for its Triton kernel"
+    if find_spec("triton") is None:
+        return "split", "Triton is not installed: draftfuse.compile refuses loops on CUDA without it"
+    return "fused", "draftfuse's Triton kernel"
 
 
 def flash_attn3() -> Status:
