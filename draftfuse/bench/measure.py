@@ -47,9 +47,17 @@ class Timing:
 
 
 def time_launch(
-    launch: Run, reset: Run, device: torch.device, repeats: int = REPEATS, warmups: int = WARMUPS
+    launch: Run,
+    reset: Run,
+    device: torch.device,
+    repeats: int = REPEATS,
+    warmups: int = WARMUPS,
+    align: Run = lambda: None,
 ) -> Timing:
-    """Time ``launch``; ``reset`` puts the inputs back before each run, outside the timed region."""
+    """Time ``launch``; ``reset`` puts the inputs back before each run, outside the timed region.
+
+    ``align`` is queued right before the timed work: what the devices of several ranks wait for each other with.
+    """
     for _ in range(warmups):
         reset()
         launch()
@@ -57,7 +65,7 @@ def time_launch(
     timing = Timing()
     for _ in range(repeats):
         reset()
-        milliseconds, microseconds = one(launch)
+        milliseconds, microseconds = one(launch, align)
         timing.device_ms.append(milliseconds)
         timing.host_us.append(microseconds)
     return timing
@@ -68,10 +76,11 @@ def timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
 
-def _one_cuda(launch: Run) -> tuple[float, float]:
+def _one_cuda(launch: Run, align: Run) -> tuple[float, float]:
     start, end = timing_event(), timing_event()
     torch.cuda.synchronize()
     torch.cuda._sleep(WAIT_CYCLES)
+    align()
     start.record()
     before = time.perf_counter()
     launch()
@@ -81,7 +90,8 @@ def _one_cuda(launch: Run) -> tuple[float, float]:
     return start.elapsed_time(end), span * 1e6
 
 
-def _one_cpu(launch: Run) -> tuple[float, float]:
+def _one_cpu(launch: Run, align: Run) -> tuple[float, float]:
+    align()
     before = time.perf_counter()
     launch()
     span = time.perf_counter() - before

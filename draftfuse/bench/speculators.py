@@ -18,7 +18,15 @@ from draftfuse.bench.attention import Backend
 from draftfuse.bench.layers import BenchLayer, ExpertLayer, Experts, Maker
 from draftfuse.models import ModelConfig
 from draftfuse.ops import advance_positions
-from draftfuse.reference.llama import Limits, allocate_inputs, layer_shapes, paged_group, rms_norm, rotary_table
+from draftfuse.reference.llama import (
+    Limits,
+    Shapes,
+    allocate_inputs,
+    layer_shapes,
+    paged_group,
+    rms_norm,
+    rotary_table,
+)
 from draftfuse.speculator import DraftInputs, Speculator
 
 Metadata = Mapping[str, Any]
@@ -100,14 +108,17 @@ class EagleHead(BenchSpeculator):
     def build_layers(self) -> list[BenchLayer]:
         """One decoder layer."""
         self.embedding_norm, self.hidden_norm = self.gains(), self.gains()
+        weights = self.make.weights(self.layer_shapes())
+        cache = self.make.cache(self.config, self.limits)
+        return [BenchLayer(weights, "", self.config, cache, self.backend)]
+
+    def layer_shapes(self) -> Shapes:
+        """Of the one layer: query, key and value read twice the hidden size."""
         shapes = layer_shapes(self.config, "", input_norm=False)
         for name in ("q", "k", "v"):
-            shapes[f"self_attn.{name}_proj.weight"] = (
-                shapes[f"self_attn.{name}_proj.weight"][0],
-                2 * self.config.hidden_size,
-            )
-        cache = self.make.cache(self.config, self.limits)
-        return [BenchLayer(self.make.weights(shapes), "", self.config, cache, self.backend)]
+            rows, _ = shapes[f"self_attn.{name}_proj.weight"]
+            shapes[f"self_attn.{name}_proj.weight"] = (rows, 2 * self.config.hidden_size)
+        return shapes
 
     def forward(self, inputs: DraftInputs, metadata: Metadata) -> tuple[Tensor, Tensor]:
         """Normed hidden states for logits, and the layer's own to feed back."""
