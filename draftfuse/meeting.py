@@ -139,13 +139,13 @@ class Ranks:
         return None if place is None else self.missing(place, (str(error).splitlines() or [""])[0])
 
     def missing(self, place: Place, cause: str) -> LostRankError:
-        """Post where this rank stands, see who else does within a moment, and name the others."""
+        """Post where this rank stands, see who else does, and name the others."""
         try:
             board = self.board or Board()
             spot = f"{self.name or 'eager'}/lost{self._meetings['lost']}"
             earlier = [rank for rank in board.read(spot, 0) if rank != board.rank]
             board.post(spot, str(place))
-            found = board.read(spot, GRACE_SECONDS)
+            found = board.read(spot, self._patience(board, cause))
         except Exception as error:  # the store went down with the rank that held it
             return lost([], place, "a rank is dead, and with it the store", f"{cause}; {error}", "a store that answers")
         self._meetings["lost"] += 1
@@ -154,9 +154,15 @@ class Ranks:
             what = f"{names(earlier)} gave up before this rank came to {place}"
             came = f"{names(earlier[:1])} at {found[earlier[0]]} ({cause})"
             return lost(earlier, place, what, came, "all ranks there at one time")
-        what = f"{names(absent)} is late or dead" if absent else "a collective failed on all ranks"
+        what = f"late or dead: {names(absent)}" if absent else "a collective failed on all ranks"
         expected = f"ranks {board.ranks} at {place} within {board.timeout:g} s"
         return lost(absent, place, what, f"{cause}, with {names(list(found))} waiting", expected)
+
+    @staticmethod
+    def _patience(board: Board, cause: str) -> float:
+        """How long others may take to fail as well: those that no connection to the dead rank breaks must time out."""
+        is_timeout = "timed out" in cause.lower() or "timeout" in cause.lower() or "not ready" in cause
+        return GRACE_SECONDS if is_timeout else board.timeout + GRACE_SECONDS
 
 
 def names(ranks: Sequence[int]) -> str:

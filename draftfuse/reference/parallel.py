@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 from draftfuse.errors import InvalidOptionError
-from draftfuse.models import ModelConfig
+from draftfuse.models import ModelConfig, load_config, load_weights, packaged_model_dir
 from draftfuse.reference.eagle import EagleSpeculator
 from draftfuse.reference.llama import DecoderLayer, Limits, PagedMetadata, Weights, rms_norm
 from draftfuse.speculator import DraftInputs
@@ -98,6 +98,16 @@ class ParallelEagleSpeculator(EagleSpeculator):
         self.group, self.first_token = group, rank * rows.shape[0]
         self.layer = ParallelDecoderLayer(own, "layers.0.", part, self.layer.cache)
         self.layer.group = group
+
+    @classmethod
+    def split_packaged(
+        cls, limits: Limits, group: Any, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> ParallelEagleSpeculator:
+        """The trained head that ships with draftfuse, split over ``group`` (of one or two ranks)."""
+        folder = packaged_model_dir()
+        head, target = (load_weights(folder / name, dtype, device) for name in ("eagle", "target"))
+        shared = target["model.embed_tokens.weight"], target["lm_head.weight"]
+        return cls(load_config(folder / "eagle"), head, *shared, limits, group, device, dtype)
 
     def forward(self, inputs: DraftInputs, metadata: Mapping[str, PagedMetadata]) -> tuple[Tensor, Tensor]:
         """[T, H] twice, the same on every rank."""

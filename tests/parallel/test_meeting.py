@@ -29,7 +29,7 @@ def test_lines_may_differ_and_all_else_may_not() -> None:
 @pytest.mark.parametrize("odd", [0, 2, 3])
 def test_the_rank_that_is_not_like_most_is_named_with_step_and_both_lines(odd: int) -> None:
     usual = (one(1), one(2), one(3))
-    signatures = {rank: usual for rank in range(4)} | {odd: (one(1), one(2, "all_gather()", line=9), one(3))}
+    signatures = dict.fromkeys(range(4), usual) | {odd: (one(1), one(2, "all_gather()", line=9), one(3))}
     with pytest.raises(RankMismatchError) as caught:
         compare(signatures)
     assert (caught.value.rank, caught.value.step) == (odd, 2)

@@ -229,7 +229,7 @@ def late() -> None:
     assert "return parallel_argmax(" in str(error.source)
     if rank() != last:
         assert error.ranks == (last,)
-        assert f"rank {last} is late or dead" in str(error)
+        assert f"late or dead: rank {last}" in str(error)
         assert error.seconds < 2 + 2
     else:
         assert last not in error.ranks
@@ -245,11 +245,11 @@ def late() -> None:
 def dead() -> None:
     """The last rank ends inside the loop: the last check of a run."""
     last = dist.get_world_size() - 1
-    fused = stumbling(last, 1, "die", timeout=20.0)
+    fused = stumbling(last, 1, "die", timeout=3.0)
     error = raised(LostRankError, lambda: decoded(fused, 3, K))
     assert error.ranks == (last,)
     assert (error.step, error.phase) == (1, "sample")
-    assert error.seconds < 5
+    assert error.seconds < 3 + 2
 
 
 def eager_prefill() -> None:
