@@ -18,13 +18,13 @@ def test_two_ranks_draft_what_one_does_in_one_order(tmp_path: Path) -> None:
     run(tmp_path, 2, "small_none", "order", "across_ranks")
 
 
-def test_a_rank_that_differs_fails_is_late_or_dies_is_named(tmp_path: Path) -> None:
-    run(tmp_path, 2, "branch", "failing_build", "late", "dead", dies=(1,))
+def test_a_rank_that_differs_is_late_or_dies_is_named(tmp_path: Path) -> None:
+    run(tmp_path, 2, "branch", "late", "dead", dies=(1,))
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_comes_or_is_late_outside_the_graph_is_named(tmp_path: Path) -> None:
-    run(tmp_path, 2, "absent", "eager_prefill", "split")
+def test_a_rank_that_fails_never_comes_or_is_late_outside_the_graph_is_named(tmp_path: Path) -> None:
+    run(tmp_path, 2, "failing_build", "absent", "eager_prefill", "split")
 
 
 @pytest.mark.slow

@@ -82,9 +82,7 @@ def eagle_inductor() -> None:
         makes.parallel_eagle(new_group(300)), makes.single_eagle(), "inductor", (K,), emission="whole"
     )
     (build,) = fused.report.builds
-    assert build.emission == "segments"
-    assert "let Inductor order the loop's collectives" in build.refused
-    assert build.segments > 0
+    assert (build.emission, build.segments > 0) == ("segments", True)
 
 
 def small_none() -> None:
@@ -102,7 +100,8 @@ def small_none() -> None:
 def order() -> None:
     """Equal all-reduces stay two, unused ones stay, and a program calls them as the user wrote them."""
     spec = makes.Twice(new_group())
-    fused = same_as_single_rank(spec, Small(), "none", (K,))
+    fused = same_as_single_rank(spec, Small(), "none", (K,), emission="whole")
+    assert "let Inductor order the loop's collectives" in fused.report.builds[0].refused
     (emission,) = fused.runners._emissions.values()
     names = [str(n.args[1]) for n in collectives_of(emission.graph)]
     assert names == ["sum", "sum", "max", "max"] * (K - 1)  # the last is the argmax
@@ -226,7 +225,7 @@ def late() -> None:
     fused = stumbling(last, 2, "sleep", timeout=2.0)
     error = raised(LostRankError, lambda: decoded(fused, 3, K))
     assert (error.step, error.phase) == (2, "sample")
-    assert "return parallel_argmax(" in str(error.source)
+    assert "all_reduce" in error.source.text or "argmax" in error.source.text
     if rank() != last:
         assert error.ranks == (last,)
         assert f"late or dead: rank {last}" in str(error)
