@@ -12,8 +12,9 @@ from typing import Any
 from torch import fx
 
 from draftfuse import passes
-from draftfuse.dispatch import Descriptor
+from draftfuse.dispatch import PREFILL, Descriptor
 from draftfuse.errors import EmissionError, UnsafeLoopError
+from draftfuse.groups import is_parallel
 from draftfuse.lowering.effects import effects_in, hidden_reads
 from draftfuse.lowering.emit import Emission, emit
 from draftfuse.lowering.generated import register_hidden, register_refresh
@@ -22,7 +23,9 @@ from draftfuse.passes import ir, never
 from draftfuse.passes.collectives import collectives_of
 from draftfuse.passes.explicit_metadata import explicit_metadata
 from draftfuse.report import BuildReport
+from draftfuse.step_log import difference
 from draftfuse.trace import Trace, trace
+from draftfuse.unroll import TRACED_STEPS, Irregular, extend
 
 COLLECTIVES_IN_SEGMENTS = "emission='whole' would let Inductor order the loop's collectives; segments keep their order"
 
@@ -52,7 +55,7 @@ def build(
     An emission of the whole graph that fails its check is replaced by segments, with the evidence in the report.
     """
     start = time.perf_counter()
-    traced = trace(function, args, "num_reqs" if num_reqs is None else None)
+    traced = traced_loop(function, args, "num_reqs" if num_reqs is None else None, descriptor)
     seconds = time.perf_counter() - start
     try:
         return finish(traced, descriptor.num_steps, num_reqs, seconds, settings, descriptor.kind)
@@ -62,6 +65,28 @@ def build(
         emission, report = build(function, args, descriptor, num_reqs, replace(settings, emission="segments"))
         report.refused = str(error)
         return emission, report
+
+
+def traced_loop(
+    function: Callable[..., None], args: tuple[Any, ...], symbolic: str | None, descriptor: Descriptor
+) -> Trace:
+    """The trace of all steps: of a few, extended, where the rest repeat them and the loop has no collectives."""
+    k = descriptor.num_steps
+    if k <= TRACED_STEPS or descriptor.kind == PREFILL or is_parallel():
+        return trace(function, args, symbolic)
+    *front, _, tap = args
+    traced = trace(function, (*front, TRACED_STEPS, tap), symbolic)
+    try:
+        extend(traced, k)
+        different = difference(lambda eager_tap: function(*front, k, eager_tap), k)
+    except Irregular as reason:
+        different = str(reason)
+    if different is None:
+        traced.copied_steps = k - TRACED_STEPS
+        return traced
+    traced = trace(function, args, symbolic)
+    traced.irregular = different
+    return traced
 
 
 def finish(
@@ -91,6 +116,7 @@ def finish(
     )
     report = report_on(emission, k, num_reqs, done, trace_seconds, kind, settings)
     report.baked, report.refused = traced.baked, refused
+    report.copied_steps, report.irregular = traced.copied_steps, traced.irregular
     return emission, report
 
 

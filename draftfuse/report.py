@@ -40,6 +40,8 @@ class BuildReport:
     emission: str = "segments"
     baked: dict[str, Any] = field(default_factory=dict)  # host values that the trace took, by Dynamo's path
     refused: str = ""  # why another emission was built instead of the one asked for
+    copied_steps: int = 0  # draft steps that repeat others: copied in the IR instead of traced
+    irregular: str = ""  # why no step was copied where that was tried
 
 
 @dataclass
@@ -108,6 +110,8 @@ def explain_build(build: BuildReport) -> list[str]:
         f"{build.opaque_calls} opaque calls; "
         f"traced in {build.trace_seconds:.1f} s, compiled in {build.compile_seconds:.1f} s"
     )
+    head += f"\n  {build.copied_steps} of its steps copied, not traced" if build.copied_steps else ""
+    head += f"\n  traced step by step: {build.irregular}" if build.irregular else ""
     head += f"\n  refused: {build.refused}" if build.refused else ""
     width = max((len(p.name) for p in build.passes), default=0)
     return [head, *(f"  {p.name:<{width}}  {p.rewrites:>4} rewrites  {p.nodes:>5} nodes left" for p in build.passes)]

@@ -40,6 +40,8 @@ class Trace:
     output_nodes: list[fx.Node] = field(default_factory=list)
     front: fx.Graph | None = None  # Dynamo's own graph, for the lint
     baked: dict[str, Any] = field(default_factory=dict)  # host values that the trace took, by path
+    copied_steps: int = 0  # draft steps that repeat others and were not traced
+    irregular: str = ""  # why all steps were traced, where a shorter trace was tried first
 
     @property
     def graph(self) -> fx.Graph:

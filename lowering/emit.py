@@ -16,7 +16,15 @@ from torch import Tensor, fx
 
 from draftfuse.errors import EmissionError
 from draftfuse.lowering.partition import Partition, Segment, partition
-from draftfuse.lowering.segment import Compiled, Extracted, compile_segment, extract, extract_refresh, holds
+from draftfuse.lowering.segment import (
+    Compiled,
+    Extracted,
+    compile_segment,
+    extract,
+    extract_refresh,
+    holds,
+    share_outputs,
+)
 from draftfuse.lowering.whole import compile_whole, extract_whole
 from draftfuse.lowering.workspace import Workspace
 from draftfuse.passes import ir
@@ -134,10 +142,10 @@ def _one_item(graph: fx.Graph) -> Partition:
 
 def _compile_segments(emission: Emission, options: dict[str, Any], progress: Callable[[str], None]) -> None:
     keys: set[str] = set()
-    for index, item in enumerate(emission.program.items):
-        extracted = _extract_item(item, emission.symbol)
-        if extracted is None:
-            continue
+    found = {i: e for i, t in enumerate(emission.program.items) if (e := _extract_item(t, emission.symbol)) is not None}
+    regions = [i for i in found if isinstance(emission.program.items[i], Segment)]
+    found |= dict(zip(regions, share_outputs([found[i] for i in regions]), strict=True))
+    for index, extracted in found.items():
         keys.add(extracted.key)
         identity = (extracted.key, repr(sorted(options.items())))
         if identity not in _COMPILED:

@@ -21,6 +21,9 @@ from draftfuse.passes import ir
 from draftfuse.passes.render import canonical
 
 aten = torch.ops.aten
+_INTEGERS = (torch.int32, torch.int64, torch.bool, torch.uint8)
+# A vector and a scalar version of each of many short loops take g++ three times as long as the scalar ones alone.
+SCALAR_OPTIONS: dict[str, Any] = {"cpp.simdlen": 1}
 
 
 @dataclass
@@ -31,7 +34,31 @@ class Extracted:
     inputs: list[fx.Node]  # nodes of the outer graph, in the order of the placeholders
     outputs: list[fx.Node]
     stored: list[int]  # for each store, the input that it writes
+    nodes: list[fx.Node] = field(default_factory=list)  # of the outer graph, in the order of the copies
+    suffix: str = ""  # of the text that the key is made of
     key: str = ""
+
+    def __post_init__(self) -> None:
+        self.key = hashlib.sha256(f"{canonical(self.module.graph)}{self.suffix}".encode()).hexdigest()
+
+    @property
+    def body(self) -> str:
+        """The text of what it computes and stores, whatever it returns."""
+        lines = canonical(self.module.graph).splitlines()[:-1]
+        return "\n".join([*lines, self.suffix])
+
+    def returning(self, outputs: Sequence[int]) -> Extracted:
+        """The same segment with the values of ``outputs``, counted along :attr:`nodes`, as its results."""
+        graph = fx.Graph()
+        copies = dict[fx.Node, fx.Node]()
+        results = list(graph.graph_copy(self.module.graph, copies))  # type: ignore[arg-type]
+        inside = [copies[n] for n in self.module.graph.nodes if n.op == "call_function"]
+        stores = results[len(self.outputs) :]
+        graph.output((*(inside[i] for i in outputs), *stores))
+        chosen = [self.nodes[i] for i in outputs]
+        return Extracted(
+            fx.GraphModule(torch.nn.Module(), graph), self.inputs, chosen, self.stored, self.nodes, self.suffix
+        )
 
 
 def extract(segment: Segment, symbol: fx.Node | None) -> Extracted:
@@ -54,9 +81,29 @@ def extract(segment: Segment, symbol: fx.Node | None) -> Extracted:
     stores = [copies[s.args[1]] for s in segment.stores]  # type: ignore[index]
     graph.output((*(copies[n] for n in outputs), *stores))
     stored = [inputs.index(t) for t in targets]  # type: ignore[arg-type]
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    text = canonical(graph) + f"\nstores {stored} hint {_hint(symbol)}"
-    return Extracted(module, inputs, outputs, stored, hashlib.sha256(text.encode()).hexdigest())
+    suffix = f"\nstores {stored} hint {_hint(symbol)}"
+    return Extracted(fx.GraphModule(torch.nn.Module(), graph), inputs, outputs, stored, nodes, suffix)
+
+
+def share_outputs(segments: Sequence[Extracted]) -> list[Extracted]:
+    """Let segments that compute the same return the same, so that they are compiled once.
+
+    On the CPU only, where compiling costs more than a few values that nobody reads.
+    """
+    wanted: dict[str, set[int]] = {}
+    for segment in segments:
+        places = {node: i for i, node in enumerate(segment.nodes)}
+        wanted.setdefault(segment.body, set()).update(places[n] for n in segment.outputs)
+    shared = []
+    for segment in segments:
+        union = sorted(wanted[segment.body])
+        alike = len(union) == len(segment.outputs) or not all(_is_on_cpu(segment.nodes[i]) for i in union)
+        shared.append(segment if alike else segment.returning(union))
+    return shared
+
+
+def _is_on_cpu(node: fx.Node) -> bool:
+    return isinstance(val := ir.value(node), Tensor) and val.device.type == "cpu"
 
 
 def extract_refresh(node: fx.Node, symbol: fx.Node | None) -> Extracted:
@@ -75,9 +122,8 @@ def extract_refresh(node: fx.Node, symbol: fx.Node | None) -> Extracted:
     copies.update(zip(ir.placeholders(body.graph), given, strict=True))
     graph.output(graph.graph_copy(body.graph, copies))
     stored = [inputs.index(r) for r in rows]  # type: ignore[union-attr]
-    text = canonical(graph) + f"\nstores {stored} hint {_hint(symbol)}"
-    key = hashlib.sha256(text.encode()).hexdigest()
-    return Extracted(fx.GraphModule(torch.nn.Module(), graph), inputs, [], stored, key)
+    suffix = f"\nstores {stored} hint {_hint(symbol)}"
+    return Extracted(fx.GraphModule(torch.nn.Module(), graph), inputs, [], stored, suffix=suffix)
 
 
 def _hint(symbol: fx.Node | None) -> object:
@@ -160,6 +206,13 @@ def compile_segment(extracted: Extracted, fake_mode: Any, options: dict[str, Any
         fakes = [ir.value(n) for n in ir.placeholders(flat.graph)]
         static = [i for i, v in enumerate(fakes) if isinstance(v, Tensor)]
         known = len(fake_mode.shape_env.guards)
+        options = (SCALAR_OPTIONS if _is_row_arithmetic(flat.graph) else {}) | options
         run, findings = compile_graph(flat, fakes, static, SchedulerCheck(extracted.key), options)
         guards = [g.expr for g in fake_mode.shape_env.guards[known:]]
     return Compiled(run, guards, findings)
+
+
+def _is_row_arithmetic(graph: fx.Graph) -> bool:
+    """Whether a graph for the CPU computes integers and flags only: positions, lengths, slots, a few a row."""
+    values = [ir.value(n) for n in graph.nodes if n.op == "call_function"]
+    return all(isinstance(v, Tensor) and v.device.type == "cpu" and v.dtype in _INTEGERS for v in values)

@@ -12,7 +12,6 @@ kernel registers itself before it realises the pending readers of what it writes
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from draftfuse.lowering.inductor import compile_graph
 from draftfuse.lowering.segment import Compiled, Extracted, decomposition_table
 from draftfuse.lowering.workarounds import materialise_boundaries
 from draftfuse.passes import ir
-from draftfuse.passes.render import canonical
 
 OPTIONS: dict[str, Any] = {"reorder_for_locality": False}
 
@@ -47,8 +45,7 @@ def extract_whole(graph: fx.Graph) -> Extracted:
         copies[node].target = owned_operator(node)
         copies[node].meta = {"val": ir.value(node)}
     copy.output(())
-    key = hashlib.sha256(f"whole\n{canonical(copy)}".encode()).hexdigest()
-    return Extracted(fx.GraphModule(torch.nn.Module(), copy), inputs, [], [], key)
+    return Extracted(fx.GraphModule(torch.nn.Module(), copy), inputs, [], [], suffix="\nwhole")
 
 
 def owned_operator(node: fx.Node) -> Any:

@@ -1,0 +1,192 @@
+"""Extend the trace of a short loop to a long one: steps that repeat are copied in the IR instead of traced again.
+
+Python is read for :data:`TRACED_STEPS` draft tokens. Steps 2 and 3 must be one program whose numbers grow evenly from
+step to step; :mod:`draftfuse.step_log` runs the whole loop once to see that the steps which were not traced are that
+program too. Anything else is traced in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from draftfuse.passes import ir
+from draftfuse.trace import Trace
+
+TRACED_STEPS = 5  # draft tokens of the short loop: step 1, two that must agree, the last one, and token 0
+LAST = TRACED_STEPS - 1
+aten = torch.ops.aten
+
+
+class Irregular(Exception):
+    """The steps are not one program; the message says where."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """An argument that is a node of the same step, or of the step before, by its index there."""
+
+    steps_back: int
+    index: int
+
+
+@dataclass(frozen=True)
+class _Number:
+    """An argument that grows by ``slope`` with each step; ``value`` is that of step 3."""
+
+    value: int
+    slope: int
+
+
+@dataclass(frozen=True)
+class _Template:
+    """One step: its nodes in step 3, and the arguments of each in terms of the step."""
+
+    nodes: list[fx.Node]
+    args: list[Any]
+    without_advance: int  # how many of the nodes a last step has
+
+
+def extend(traced: Trace, k: int) -> None:
+    """Make the trace of ``TRACED_STEPS`` draft tokens that of ``k``, in place.
+
+    Raises:
+        Irregular: the steps differ in more than numbers that grow evenly; the trace is as it was.
+    """
+    if traced.output_nodes:
+        raise Irregular("a value leaves the loop")
+    steps = {step: _nodes_of(traced.graph, step) for step in range(1, TRACED_STEPS)}
+    template = _template(steps)
+    tail = [n for n in traced.graph.nodes if ir.phase(n) == "store"]
+    tokens = _token_index(steps, tail)
+    made = dict(steps)
+    with traced.fake_mode, traced.graph.inserting_before(steps[LAST][0]):
+        for step in range(LAST, k):
+            length = template.without_advance if step == k - 1 else len(template.nodes)
+            made[step] = _copy(traced, template, made, step, length)
+    _extend_tail(traced, tail, [made[step][tokens] for step in range(1, k)], k)
+    for node in reversed(steps[LAST]):
+        traced.graph.erase_node(node)
+    ir.eliminate_dead_code(traced.graph)
+
+
+def _nodes_of(graph: fx.Graph, step: int) -> list[fx.Node]:
+    return [n for n in graph.nodes if ir.draft_step(n) == step and ir.phase(n) != "store"]
+
+
+def _template(steps: dict[int, list[fx.Node]]) -> _Template:
+    before, nodes = steps[2], steps[3]
+    advances = [ir.phase(n) == "advance" for n in nodes]
+    if len(before) != len(nodes) or advances != sorted(advances):
+        raise Irregular(f"steps 2 and 3 have {len(before)} and {len(nodes)} operators")
+    index = {node: (step, i) for step, found in steps.items() for i, node in enumerate(found)}
+    args = []
+    for a, b in zip(before, nodes, strict=True):
+        if not _is_like(a, b):
+            raise Irregular(f"step 3 calls {b.target} where step 2 calls {a.target}")
+        args.append(_common((a.args, a.kwargs), (b.args, b.kwargs), index))
+    return _Template(nodes, args, advances.count(False))
+
+
+def _is_like(a: fx.Node, b: fx.Node) -> bool:
+    same = a.op == b.op and a.target == b.target and ir.phase(a) == ir.phase(b)
+    return same and ir.source_line(a) == ir.source_line(b)
+
+
+def _common(before: Any, here: Any, index: dict[fx.Node, tuple[int, int]]) -> Any:
+    """What an argument is in every step, from those of steps 2 and 3."""
+    if type(before) is not type(here):
+        raise Irregular("an argument changes its type")
+    if isinstance(here, fx.Node):
+        return _common_node(before, here, index)
+    if isinstance(here, (list, tuple)) and len(before) == len(here):
+        return type(here)(_common(b, h, index) for b, h in zip(before, here, strict=True))
+    if isinstance(here, dict) and before.keys() == here.keys():
+        return {name: _common(before[name], value, index) for name, value in here.items()}
+    if isinstance(here, int) and not isinstance(here, bool):
+        return _Number(here, here - before)
+    if before == here:
+        return here
+    raise Irregular(f"an argument is {before!r} in step 2 and {here!r} in step 3")
+
+
+def _common_node(before: fx.Node, here: fx.Node, index: dict[fx.Node, tuple[int, int]]) -> Any:
+    if before is here:
+        return here
+    (early, first), (late, second) = index.get(before, (0, 0)), index.get(here, (0, 0))
+    if late == 3 and (early, first) == (2, second):
+        return _Place(0, second)
+    if late == 2 and early == 1 and _is_like(before, here):
+        return _Place(1, second)
+    raise Irregular(f"step 3 reads {here.name} where step 2 reads {before.name}")
+
+
+def _token_index(steps: dict[int, list[fx.Node]], tail: Sequence[fx.Node]) -> int:
+    """Where in a step the node stands whose value is its drafted token."""
+    lists: list[Any] = [a for n in tail for a in n.args if isinstance(a, (list, tuple)) and len(a) == LAST]
+    for found in lists:
+        own = all(node in steps[step] for step, node in enumerate(found, start=1))
+        if own and (place := steps[2].index(found[1])) == steps[3].index(found[2]):
+            return place
+    raise Irregular("the drafted tokens are not stored together")
+
+
+def _copy(trace: Trace, template: _Template, made: dict[int, list[fx.Node]], step: int, length: int) -> list[fx.Node]:
+    """Step ``step`` of the template's first ``length`` nodes, with fake values of its own."""
+    copies: list[fx.Node] = []
+    places = {0: copies, 1: made[step - 1]}
+
+    def at(argument: Any) -> Any:
+        if isinstance(argument, _Place):
+            return places[argument.steps_back][argument.index]
+        if isinstance(argument, _Number):
+            return argument.value + argument.slope * (step - 3)
+        if isinstance(argument, dict):
+            return {name: at(value) for name, value in argument.items()}
+        return type(argument)(map(at, argument)) if isinstance(argument, (list, tuple)) else argument
+
+    for node, given in zip(template.nodes[:length], template.args, strict=False):
+        args, kwargs = at(given)
+        copy = trace.graph.create_node(node.op, node.target, args, kwargs)
+        copy.meta = {**node.meta, "draft_step": step}
+        copy.meta["val"] = _value_like(copy, node)
+        copies.append(copy)
+    return copies
+
+
+def _value_like(copy: fx.Node, node: fx.Node) -> Any:
+    """A fake value for a copy of ``node``: an equal tensor of its own, unless it aliases what it was made of."""
+    val = ir.value(node)
+    if val is None or isinstance(val, torch.SymInt):
+        return val
+    given = {s for n in node.all_input_nodes for s in ir.storages(n)}
+    if not isinstance(val, Tensor) or ir.storage(node) in given:
+        return evaluate(copy)
+    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+
+
+def evaluate(node: fx.Node) -> Any:
+    """The fake value of a call, from those of its arguments."""
+    assert callable(node.target)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), ir.value)
+    return node.target(*args, **kwargs)
+
+
+def _extend_tail(traced: Trace, tail: Sequence[fx.Node], tokens: list[fx.Node], k: int) -> None:
+    """The store of all tokens, for ``k`` of them."""
+
+    def longer(argument: Any) -> Any:
+        is_tokens = isinstance(argument, (list, tuple)) and len(argument) == LAST and tokens[0] in argument
+        return list(tokens) if is_tokens else argument
+
+    with traced.fake_mode:
+        for node in tail:
+            node.args = tuple(map(longer, node.args))
+            if node.target is aten.slice.Tensor and node.args[1:] == (1, 0, TRACED_STEPS):
+                node.args = (*node.args[:3], k)
+            node.meta["draft_step"] = k - 1
+            node.meta["val"] = evaluate(node)

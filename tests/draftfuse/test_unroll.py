@@ -1,0 +1,142 @@
+"""Long loops are traced in part; a loop whose later steps do something else is traced in full, or drafts it wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftfuse import DraftInputs, loop
+from draftfuse.lowering.segment import canonical
+from draftfuse.step_log import difference
+from draftfuse.trace import trace
+from draftfuse.unroll import TRACED_STEPS, Irregular, extend
+from tests.failures.small import Small, batch_of, both
+
+K = 8
+
+
+def three_rows(spec: Any) -> Any:
+    return batch_of(spec, [5, 12, 3], [0, 1, 0])
+
+
+@pytest.mark.parametrize("function", [loop.decode_loop, loop.propose_loop])
+@pytest.mark.parametrize("symbolic", ["num_reqs", None])
+def test_a_short_trace_extends_to_the_long_one(function: Callable[..., None], symbolic: str | None) -> None:
+    spec = Small(k=K + 1)
+    front = (spec, 3) if function is loop.decode_loop else (spec, 3, K + 2)
+    short = trace(function, (*front, TRACED_STEPS, loop.graph_tap), symbolic)
+    extend(short, K)
+    full = trace(function, (*front, K, loop.graph_tap), symbolic)
+    assert canonical(short.graph) == canonical(full.graph)
+    assert [n.meta.get("draft_step") for n in short.graph.nodes] == [n.meta.get("draft_step") for n in full.graph.nodes]
+
+
+class Columns(Small):
+    """Writes a column of its own in each step: a number that grows evenly."""
+
+    def __init__(self) -> None:
+        super().__init__(k=K)
+        self.seen = torch.zeros(5, K, dtype=torch.int64)
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        tokens = super().sample(hidden, step)
+        self.seen[: tokens.shape[0], step].copy_(tokens)
+        return tokens
+
+
+def test_numbers_may_grow_evenly() -> None:
+    pair = both(Columns, three_rows)
+    build = pair.fused.report.builds[0]
+    assert build.copied_steps == K - TRACED_STEPS
+    assert not build.irregular
+    assert torch.equal(pair.fused.spec.seen, pair.eager.spec.seen)
+    assert pair.fused.spec.seen[:3].any(0).all()
+    assert "of its steps copied" in pair.fused.explain()
+
+
+class LateBranch(Small):
+    """Does something else from a step on that a short trace never reaches."""
+
+    def __init__(self) -> None:
+        super().__init__(k=K)
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        return super().enter(inputs)
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        return super().sample(-hidden if step >= 6 else hidden, step)
+
+
+class LastBranch(LateBranch):
+    """The same in the last step alone."""
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        return Small.sample(self, -hidden if step == self.num_speculative_tokens - 1 else hidden, step)
+
+
+class Uneven(LateBranch):
+    """A number that is a square, and agrees with an even one in steps 2 and 3."""
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        return (Small.sample(self, hidden, step) + step * step) % 17
+
+
+class Scaled(LateBranch):
+    """A float of the step's own."""
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        return Small.sample(self, hidden + 0.1 * step, step)
+
+
+class Tables(LateBranch):
+    """A tensor of the step's own, from a list; those of steps 2 and 3 are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        drawn = [torch.randn(8, generator=torch.Generator().manual_seed(i)) for i in range(K)]
+        self.shifts = [drawn[min(i, 3)] if i < 4 else drawn[i] for i in range(K)]
+        self.shifts[2] = self.shifts[3]
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        return Small.sample(self, hidden + self.shifts[step], step)
+
+
+class Carried(LateBranch):
+    """Step 7 reads what step 4 computed, through an attribute."""
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        kept = hidden if step <= 4 else self.kept
+        self.kept: Tensor = kept
+        tokens = Small.sample(self, hidden + kept, step)
+        if step == self.num_speculative_tokens - 1:
+            del self.kept
+        return tokens
+
+
+@pytest.mark.parametrize("klass", [LateBranch, LastBranch, Uneven, Scaled, Tables])
+def test_irregular_loops_are_traced_in_full(klass: type[Small]) -> None:
+    pair = both(klass, three_rows)
+    build = pair.fused.report.builds[0]
+    assert build.copied_steps == 0
+    assert build.irregular
+    assert build.irregular in pair.fused.explain()
+
+
+def test_the_log_sees_a_value_from_another_step() -> None:
+    spec = Carried()
+    spec.kept = torch.zeros(3, 8)
+    assert difference(lambda tap: loop.decode_loop(spec, 3, K, tap), K) is not None
+    regular = Small(k=K)
+    assert difference(lambda tap: loop.decode_loop(regular, 3, K, tap), K) is None
+
+
+def test_a_trace_that_cannot_be_extended_stays_as_it_was() -> None:
+    traced = trace(loop.decode_loop, (Scaled(), 3, TRACED_STEPS, loop.graph_tap))
+    before = canonical(traced.graph)
+    with pytest.raises(Irregular, match="an argument is"):
+        extend(traced, K)
+    assert canonical(traced.graph) == before
