@@ -39,11 +39,14 @@ class Journal(TorchDispatchMode):
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> (whole memory, copy)
         self.slots: list[tuple[Tensor, Tensor, Tensor]] = []  # (cache, slots, rows)
         self.written: dict[int, Tensor] = {}
+        self.syncs: list[SourceLine] = []  # lines of the user's where the host read a value
 
     def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.check_indices:
             check_bounds(func, args)
+        if func is aten._local_scalar_dense.default and (line := user_frame()) is not None:
+            self.syncs.append(line)
         if func is torch.ops.draftfuse.write_kv.default:
             self.keep_slots(*args)
         else:

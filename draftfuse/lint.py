@@ -63,8 +63,9 @@ def lint(spec: Any, k: int | None = None, num_reqs: int = 2) -> list[Finding]:
 
 def _everything(spec: Any, rows: int, k: int) -> Iterator[Finding]:
     fill_live(spec, rows)
+    syncs: list[SourceLine] = []
     try:
-        found = probe(spec, rows, k, reads := HiddenReads(spec))
+        found = probe(spec, rows, k, reads := HiddenReads(spec), syncs)
         yield from found
         yield from reads.findings
         if k < 2:
@@ -74,7 +75,9 @@ def _everything(spec: Any, rows: int, k: int) -> Iterator[Finding]:
         yield from of_graph(spec, first)
         yield from _unstable(spec, rows, k, canonical(first.graph))
     except (UntraceableLoopError, UnsafeLoopError, UnstableMetadataError) as error:
-        yield of_error(error)
+        yield (found_by := of_error(error))
+        if found_by.name == "python-branch":  # Dynamo names the branch, and not where its condition came to the host
+            yield from map(of_sync, syncs)
 
 
 def fill_live(spec: Any, rows: int) -> None:
@@ -91,8 +94,12 @@ def fill_live(spec: Any, rows: int) -> None:
         tensor[:rows].copy_(torch.arange(1, tensor[:rows].numel() + 1).view(tensor[:rows].shape) % 7)
 
 
-def probe(spec: Any, rows: int, k: int, reads: HiddenReads | None = None) -> list[Finding]:
+def probe(
+    spec: Any, rows: int, k: int, reads: HiddenReads | None = None, syncs: list[SourceLine] | None = None
+) -> list[Finding]:
     """Run the loop eagerly on the rows that the inputs hold; what Python state changed. All is put back.
+
+    ``syncs`` takes the lines where the host read a value of the device.
 
     Raises:
         UnsafeLoopError: the loop is of another kind, or an index leaves its table.
@@ -109,6 +116,8 @@ def probe(spec: Any, rows: int, k: int, reads: HiddenReads | None = None) -> lis
     finally:
         journal.restore()
         before.restore()
+        if syncs is not None:
+            syncs += dict.fromkeys(journal.syncs)
 
 
 @contextmanager
@@ -150,6 +159,12 @@ def of_change(change: python_changes.Change) -> Finding:
     text = f"the loop changes Python state at {change}: a replay would not, and what was traced stays as it was"
     todo = "Count in a tensor, or in a lifecycle hook (on_multi_step_decode_end runs at every replay)."
     return Finding(WARNING, "side-effect", text, todo, change.source, phase=phase)
+
+
+def of_sync(source: SourceLine) -> Finding:
+    """A value that Python took to the host, as a finding."""
+    todo = "Keep the value in a tensor, and use torch.where instead of Python."
+    return Finding(ERROR, "host-sync", "the host reads a value of the device (bool, int, float or item)", todo, source)
 
 
 def of_branch(source: SourceLine) -> Finding:

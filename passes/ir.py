@@ -245,8 +245,8 @@ def source_line(node: fx.Node) -> SourceLine | None:
 
 
 def is_own_file(file: str) -> bool:
-    """Whether ``file`` belongs to draftfuse or torch rather than to the user."""
-    return any(file.startswith(folder) for folder in _OWN_FOLDERS)
+    """Whether ``file`` belongs to draftfuse or torch rather than to the user; reference speculators are user code."""
+    return file.startswith(_OWN_FOLDERS) and not file.startswith(_REFERENCE)
 
 
 def _own_folders() -> tuple[str, ...]:
@@ -258,6 +258,7 @@ def _own_folders() -> tuple[str, ...]:
 
 
 _OWN_FOLDERS = _own_folders()
+_REFERENCE = f"{_OWN_FOLDERS[0]}reference/"
 
 
 def copy_meta(new: fx.Node, old: fx.Node) -> None:

@@ -18,15 +18,15 @@ def short_tables(graph: fx.Graph, positions: Collection[str], max_model_len: int
     """Reads of a table by positions that it is too short for: (node, rows that it has, rows that it needs).
 
     Positions enter below ``max_model_len``; an unconditional ``positions += c`` in the loop raises what later steps
-    may hold, a masked advance does not.
+    may hold, a masked advance does not, and what is written over them takes its place.
     """
     names = {ir.storage(n) for n in ir.placeholders(graph) if n.name in positions}
     bounds: Bounds = {}
     largest = max_model_len - 1
     for node in graph.nodes if max_model_len > 0 and names else ():
         if ir.is_mutation(node) and ir.storage(ir.written(node)[0]) in names:
-            largest += _increment(node)
-            bounds = {n: b for n, b in bounds.items() if ir.storage(n) not in names}
+            largest = _after(node, bounds, largest, max_model_len - 1)
+            bounds = {n: largest if ir.storage(n) in names else b for n, b in bounds.items()}
         elif ir.is_tensor(node) and ir.storage(node) in names:
             bounds[node] = largest
         elif node.op == "call_function":
@@ -36,9 +36,12 @@ def short_tables(graph: fx.Graph, positions: Collection[str], max_model_len: int
         yield from _reads(node, bounds, names, largest)
 
 
-def _increment(node: fx.Node) -> int:
+def _after(node: fx.Node, bounds: Bounds, largest: int, at_entry: int) -> int:
+    """What positions hold after ``node`` wrote them; rows that it left out still hold what they came with."""
     given = node.args[1] if len(node.args) > 1 else 0
-    return given if node.target is aten.add_.Tensor and isinstance(given, int) else 0
+    if node.target is aten.copy_.default and isinstance(given, fx.Node) and given in bounds:
+        return max(bounds[given], at_entry)
+    return largest + given if node.target is aten.add_.Tensor and isinstance(given, int) else largest
 
 
 def _reads(
@@ -69,8 +72,9 @@ def _bound_of(node: fx.Node, bounds: Bounds) -> int | None:
     """The largest value of ``node``, None where that is not known."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         return None
-    if node.target in (aten.where.self, aten.where.ScalarOther):
-        sides = [_side(a, bounds) for a in node.args[1:3]]
+    if (chosen := _chosen(node)) is not None:
+        condition, yes, no = chosen
+        sides = [_side(yes, bounds, condition, True), _side(no, bounds, condition, False)]
         return None if None in sides else max(s for s in sides if s is not None)
     first = bounds.get(node.args[0])
     rule = _RULES.get(node.target)
@@ -79,10 +83,31 @@ def _bound_of(node: fx.Node, bounds: Bounds) -> int | None:
     return first if rule is None else rule(first, *node.args[1:], **node.kwargs)
 
 
-def _side(arg: Any, bounds: Bounds) -> int | None:
+def _chosen(node: fx.Node) -> tuple[fx.Node, Any, Any] | None:
+    """(condition, value where it holds, value elsewhere) of a choice between two values."""
+    args: Any = node.args
+    if node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf):
+        return args[0], args[1], args[2]
+    return (args[1], args[2], args[0]) if node.target is aten.masked_fill.Scalar else None
+
+
+def _side(arg: Any, bounds: Bounds, condition: fx.Node, holds: bool) -> int | None:
     if isinstance(arg, fx.Node) and arg not in bounds and arg.target in (aten.scalar_tensor.default, aten.full.default):
         arg = arg.args[0 if arg.target is aten.scalar_tensor.default else 1]
-    return arg if isinstance(arg, int) else bounds.get(arg)
+    if not isinstance(arg, fx.Node):
+        return arg if isinstance(arg, int) else None
+    limit, bound = _limit(condition, arg, holds), bounds.get(arg)
+    return min(bound, limit) if bound is not None and limit is not None else bound
+
+
+def _limit(condition: Any, value: fx.Node, holds: bool) -> int | None:
+    """The largest ``value`` where ``condition`` holds (or does not), as far as its comparisons say."""
+    args: Any = condition.args if isinstance(condition, fx.Node) else ()
+    if isinstance(condition, fx.Node) and condition.target in _JOINS[holds]:
+        found = [_limit(part, value, holds) for part in args[:2]]
+        return min((f for f in found if f is not None), default=None)
+    below = _COMPARISONS[holds].get(condition.target) if isinstance(condition, fx.Node) else None
+    return args[1] - below if below is not None and args[0] is value and isinstance(args[1], int) else None
 
 
 def _keeps(node: fx.Node) -> bool:
@@ -130,4 +155,12 @@ _RULES: dict[Any, Callable[..., int | None]] = {
     aten.remainder.Scalar: _rest,
     aten.clamp.default: _clamp,
     aten.clamp_max.default: _at_most,
+}
+_JOINS = {  # all parts hold where the first kind holds, none where the second does not
+    True: (aten.bitwise_and.Tensor, aten.logical_and.default),
+    False: (aten.bitwise_or.Tensor, aten.logical_or.default),
+}
+_COMPARISONS: dict[bool, dict[Any, int]] = {  # what a value keeps below the number it is compared with
+    True: {aten.lt.Scalar: 1, aten.le.Scalar: 0},
+    False: {aten.ge.Scalar: 1, aten.gt.Scalar: 0},
 }

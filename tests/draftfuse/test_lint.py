@@ -15,7 +15,7 @@ import draftfuse
 from draftfuse import CommonMetadata, DraftInputs
 from draftfuse.errors import UnsafeLoopError
 from draftfuse.lint import lint
-from draftfuse.passes.findings import Finding
+from draftfuse.passes.findings import CLASSES, Finding
 from tests.failures.small import Small, WindowBuilder, WindowMetadata
 
 SCALE = torch.ones(8)
@@ -32,6 +32,12 @@ class Item(Small):
 class Cpu(Small):
     def enter(self, inputs: DraftInputs) -> Tensor:
         return super().enter(inputs) * inputs.seq_lens.max().cpu()  # here
+
+
+class Bool(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        wide = bool(inputs.seq_lens.sum() > 7)  # here
+        return super().enter(inputs) * (2 if wide else 1)
 
 
 class ToCpu(Small):
@@ -81,6 +87,44 @@ class Branch(Small):
         if inputs.seq_lens.sum() > 7:  # here
             return super().enter(inputs)
         return super().enter(inputs) * 2
+
+
+class Cached(Small):
+    """A cache filled in forward: a dict of what was computed for a number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[int, Tensor] = {}
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        if inputs.positions.shape[0] not in self.cache:
+            self.cache[inputs.positions.shape[0]] = super().enter(inputs)  # here
+        return self.cache[inputs.positions.shape[0]]
+
+
+class ListLog(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        self.seen.append(inputs.positions.shape[0])  # here
+        return super().enter(inputs)
+
+
+class OwnGenerator(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        noise = torch.rand(hidden.shape[0], 17, generator=self.generator)  # here
+        return (hidden @ self.embed.t() + noise).argmax(-1)
+
+
+class Masked(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        return super().enter(inputs) * torch.masked_select(inputs.positions, inputs.seq_lens > 0).sum()  # here
 
 
 class Random(Small):
@@ -171,11 +215,15 @@ class Memo(WindowBuilder):
         return WindowMetadata(common.seq_lens, common.block_table, common.slot_mapping, start, common.seq_lens - start)
 
 
+WARNINGS = ("cpu-tensor", "side-effect")  # on a CPU a host tensor costs nothing; a count is lost, no draft is wrong
+
+
 def mistakes() -> list[tuple[Callable[[], Small], type, str]]:
     """Speculator, the class whose source has the line, the finding's class."""
     plain: list[tuple[type[Small], str]] = [
         (Item, "host-sync"),
         (Cpu, "host-sync"),
+        (Bool, "host-sync"),
         (ToCpu, "host-sync"),
         (ToList, "host-sync"),
         (NumPy, "host-sync"),
@@ -183,13 +231,17 @@ def mistakes() -> list[tuple[Callable[[], Small], type, str]]:
         (NonZero, "data-dependent-shape"),
         (Mask, "data-dependent-shape"),
         (MaskedWrite, "data-dependent-shape"),
+        (Masked, "data-dependent-shape"),
         (Branch, "python-branch"),
         (Random, "baked-rng"),
         (Dropout, "baked-rng"),
+        (OwnGenerator, "baked-rng"),
         (Rebound, "fresh-allocation"),
         (Appended, "fresh-allocation"),
+        (Cached, "fresh-allocation"),
         (Counter, "side-effect"),
         (GlobalLog, "side-effect"),
+        (ListLog, "side-effect"),
         (GlobalRead, "undeclared-input"),
         (GlobalWrite, "foreign-write"),
         (Context, "context-read"),
@@ -204,6 +256,10 @@ def line_of(klass: type) -> int:
     return start + next(i for i, line in enumerate(lines) if "# here" in line)
 
 
+def text_of(klass: type) -> str:
+    return next(line.strip() for line in inspect.getsourcelines(klass)[0] if "# here" in line)
+
+
 def located(found: list[Finding], name: str) -> list[int]:
     return [f.source.line for f in found if f.name == name and f.source is not None]
 
@@ -213,7 +269,13 @@ def test_a_sample_mistake_is_reported_at_its_line(make: Callable[[], Small], kla
     LOG.clear()
     found = lint(make(), k=3)
     assert line_of(klass) in located(found, name), found
-    assert all(f.todo for f in found)
+    first = next(f for f in found if f.name == name and f.source is not None and f.source.line == line_of(klass))
+    assert first.severity == ("warning" if name in WARNINGS else "error")
+    assert first.source is not None
+    assert (first.source.file, first.source.text) == (__file__, text_of(klass))
+    assert first.name in CLASSES
+    assert first.todo
+    assert str(first) == f"{first.severity} [{name}] {first.text}. {first.todo}\n  {first.source}"
     assert LOG == []
 
 

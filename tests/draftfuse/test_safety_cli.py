@@ -44,7 +44,15 @@ def test_lint_exits_with_one_on_errors() -> None:
     assert run("lint", RIGHT).exit_code == 0
     result = run("lint", WRONG, "--json")
     assert result.exit_code == 1
-    assert [f["name"] for f in json.loads(result.stdout)] == ["baked-rng"]
+    (found,) = json.loads(result.stdout)
+    assert (found["severity"], found["name"], found["allowed"]) == ("error", "baked-rng", None)
+    assert found["source"]["file"].endswith("test_class_05_sampling_repeats.py")
+    assert "multinomial" in found["source"]["text"]
+    assert "gumbel_sample" in found["todo"]
+    printed = run("lint", WRONG)
+    assert printed.exit_code == 1
+    place = f"{found['source']['file']}:{found['source']['line']}: {found['source']['text']}"
+    assert printed.stdout == f"error [baked-rng] {found['text']}. {found['todo']}\n  {place}\n"
 
 
 def test_audit_prints_json() -> None:

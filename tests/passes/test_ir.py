@@ -12,6 +12,7 @@ from torch._ops import HigherOrderOperator
 from draftfuse.lowering.ops import tap
 from draftfuse.passes import ir
 from draftfuse.passes.verify import verify
+from draftfuse.reference import eagle
 from draftfuse.trace import trace
 from tests.passes.helpers import add_in, at, build, log, numbers, peek, register, targets
 
@@ -233,3 +234,4 @@ def test_own_files_are_told_from_the_users() -> None:
     assert ir.is_own_file(torch.nn.functional.__file__)
     assert ir.is_own_file(ir.__file__)
     assert not ir.is_own_file(__file__)
+    assert not ir.is_own_file(eagle.__file__)

@@ -38,6 +38,14 @@ def found(index: Callable[[Tensor], Tensor], rows: int) -> list[tuple[int, int]]
         (lambda p: p % 7, 7),
         (lambda p: p.clamp(max=9), 10),
         (lambda p: torch.where(p > 3, p, 0), 20),
+        (lambda p: torch.where(p >= 9, 0, p), 9),
+        (lambda p: torch.where((p > 9) | (p == 3), 0, p), 10),
+        (lambda p: torch.where((p < 9) & (p > 3), p, 5), 9),
+        (lambda p: torch.where(p <= 9, p, 0), 10),
+        (lambda p: p.masked_fill(p >= 9, 0), 9),
+        (lambda p: torch.where((p >= 9) & (p > 3), 0, p), 20),
+        (lambda p: torch.where(p >= 9, p, 0), 20),
+        (lambda p: torch.where(p + 1 >= 9, 0, p), 20),
         (lambda p: (p + 3).to(torch.int32).to(torch.int64)[:], 23),
     ],
 )
@@ -59,3 +67,14 @@ def test_an_unconditional_advance_raises_what_later_steps_hold() -> None:
     graph = build(loop, torch.zeros(3, dtype=torch.int64), torch.zeros(LIMIT), torch.zeros(3))
     names = [n.name for n in graph.nodes if n.meta.get("path") == "positions"]
     assert [(have, need) for _, have, need in short_tables(graph, names, LIMIT)] == [(20, 21)]
+
+
+def test_what_is_written_over_positions_takes_their_place() -> None:
+    def loop(positions: Tensor, table: Tensor, out: Tensor) -> None:
+        positions.add_(1)
+        positions.copy_(torch.where(positions >= LIMIT, 0, positions))
+        out.copy_(table[positions])
+
+    graph = build(loop, torch.zeros(3, dtype=torch.int64), torch.zeros(LIMIT - 1), torch.zeros(3))
+    names = [n.name for n in graph.nodes if n.meta.get("path") == "positions"]
+    assert [(have, need) for _, have, need in short_tables(graph, names, LIMIT)] == [(19, 20)]
