@@ -135,8 +135,11 @@ class Ranks:
         """What to raise instead of ``error``: who is missing, if a collective failed; None where none did."""
         if isinstance(error, LostRankError):
             return error
-        place = place_of(error) if is_parallel() else None
-        return None if place is None else self.missing(place, (str(error).splitlines() or [""])[0])
+        cause = error if isinstance(error, RuntimeError) else error.__cause__  # the lint wraps what its probe raises
+        if not isinstance(cause, RuntimeError) or not is_parallel():
+            return None
+        place = place_of(cause)
+        return None if place is None else self.missing(place, (str(cause).splitlines() or [""])[0])
 
     def missing(self, place: Place, cause: str) -> LostRankError:
         """Post where this rank stands, see who else does, and name the others."""

@@ -68,10 +68,10 @@ class Twice(ParallelSmall):
 
 
 class Branching(ParallelSmall):
-    """One more all-reduce on rank 1 from draft step 2 on."""
+    """One more all-reduce on rank 1."""
 
     def sample(self, hidden: Tensor, step: int) -> Tensor:
-        if step > 1 and dist.get_rank(self.group) == 1:
+        if dist.get_rank(self.group) == 1:
             hidden = hidden + 0 * super().reduced(hidden.clone())
         return super().sample(hidden, step)
 

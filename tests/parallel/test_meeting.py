@@ -9,10 +9,10 @@ import pytest
 
 from draftfuse import meeting
 from draftfuse.collectives import Collective, compare, from_text, to_text
-from draftfuse.errors import ClosedError, LostRankError, RankMismatchError
+from draftfuse.errors import ClosedError, LostRankError, RankMismatchError, UnsafeLoopError
 from draftfuse.exclusive import Exclusive
 from draftfuse.meeting import Ranks, lost, wait_for
-from draftfuse.places import Place
+from draftfuse.places import DISTRIBUTED, Place
 
 
 def one(step: int, operation: str = "all_reduce(reduce_op=sum)", line: int = 7) -> Collective:
@@ -77,6 +77,23 @@ def test_an_error_outside_a_collective_is_left_as_it_is(monkeypatch: pytest.Monk
         raise RuntimeError("of the user")
     with guard:
         pass
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_error_of_a_collective_that_ran_in_python_is_explained(
+    monkeypatch: pytest.MonkeyPatch, wrapped: bool
+) -> None:
+    monkeypatch.setattr(meeting, "is_parallel", lambda: True)
+    ranks, scope = Ranks(), dict[str, Any]()
+    monkeypatch.setattr(ranks, "missing", lambda place, cause: lost([1], place, f"late or dead: {cause}", "", ""))
+    exec(compile("def all_reduce():\n    raise RuntimeError('reset')", f"{DISTRIBUTED}fake.py", "exec"), scope)
+    with pytest.raises(LostRankError, match="late or dead: reset"), Exclusive(ranks):
+        try:
+            scope["all_reduce"]()
+        except RuntimeError as error:
+            if not wrapped:
+                raise
+            raise UnsafeLoopError("the loop fails on dummy rows", "reset", "no error", "") from error
 
 
 def on_cuda(ready_after: int, ranks: Any) -> Any:
