@@ -87,13 +87,16 @@ def test_an_error_of_a_collective_that_ran_in_python_is_explained(
     ranks, scope = Ranks(), dict[str, Any]()
     monkeypatch.setattr(ranks, "missing", lambda place, cause: lost([1], place, f"late or dead: {cause}", "", ""))
     exec(compile("def all_reduce():\n    raise RuntimeError('reset')", f"{DISTRIBUTED}fake.py", "exec"), scope)
-    with pytest.raises(LostRankError, match="late or dead: reset"), Exclusive(ranks):
+
+    def probe() -> None:
         try:
             scope["all_reduce"]()
         except RuntimeError as error:
-            if not wrapped:
-                raise
             raise UnsafeLoopError("the loop fails on dummy rows", "reset", "no error", "") from error
+
+    call = probe if wrapped else scope["all_reduce"]
+    with pytest.raises(LostRankError, match="late or dead: reset"), Exclusive(ranks):
+        call()
 
 
 def on_cuda(ready_after: int, ranks: Any) -> Any:
