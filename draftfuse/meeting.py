@@ -23,7 +23,7 @@ from draftfuse.trace import Trace
 
 POLL_SECONDS, GRACE_SECONDS = 0.02, 1.0
 FAILED = "failed: "
-TODO = "Look at the log of that rank. Then call recapture() on all ranks, or close the loop."
+ADVICE = "Look at the log of that rank. Then call recapture() on all ranks, or close the loop."
 _LOOPS: Counter[str] = Counter()  # compiled loops of this process by group: ranks compile theirs in one order
 
 
@@ -175,7 +175,7 @@ def names(ranks: Sequence[int]) -> str:
 
 def lost(ranks: Sequence[int], place: Place, what: str, came: str, expected: str) -> LostRankError:
     """The error for ranks that did not come to ``place``."""
-    error = LostRankError(what, came, expected, TODO, place.source)
+    error = LostRankError(what, came, expected, ADVICE, place.source)
     error.ranks, error.step, error.phase = tuple(ranks), place.step, place.phase
     return error
 
