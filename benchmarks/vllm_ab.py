@@ -268,14 +268,33 @@ def sha(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def drafted(llm: Any, watch: Watch, count: int, args: argparse.Namespace) -> dict[str, Any]:
-    """An untimed run: hashes of everything drafted and of the outputs."""
+def drafted(llm: Any, watch: Watch, count: int, args: argparse.Namespace, expected: list[Any]) -> dict[str, Any]:
+    """An untimed run: hashes of everything drafted and of the outputs, and where drafts differ from ``expected``.
+
+    ``expected`` takes the drafts of the first run.
+    """
     watch.drafts = []
     outputs = generate(llm, count, args, 48)
     rows = [batch.tolist() for batch in watch.drafts]
     watch.drafts = None
+    expected[:] = expected or rows
     distinct = len({token for batch in rows for row in batch for token in row})
-    return {"drafted": sha(rows), "proposals": len(rows), "distinct": distinct, "outputs": sha(outputs)}
+    found = {"drafted": sha(rows), "proposals": len(rows), "distinct": distinct, "outputs": sha(outputs)}
+    return found | {"different": different(rows, expected)}
+
+
+def different(rows: list[Any], expected: list[Any]) -> dict[str, Any]:
+    """How many drafted tokens differ, by draft step, and the first few places: (proposal, row, draft step)."""
+    places = [
+        (i, j, step)
+        for i, (a, b) in enumerate(zip(rows, expected, strict=False))
+        for j, (x, y) in enumerate(zip(a, b, strict=False))
+        for step, (p, q) in enumerate(zip(x, y, strict=False))
+        if p != q
+    ]
+    by_step = {str(s): sum(place[2] == s for place in places) for s in sorted({place[2] for place in places})}
+    tokens = sum(len(row) for batch in expected for row in batch)
+    return {"tokens": tokens, "count": len(places), "by_step": by_step, "first": places[:8]}
 
 
 def launches(llm: Any, watch: Watch, count: int, args: argparse.Namespace) -> dict[str, float]:
@@ -300,9 +319,12 @@ def measure(llm: Any, watch: Watch, variants: Any, names: list[str], args: argpa
     for count in args.requests:
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         mine: dict[str, Any] = {}
+        first: list[Any] = []
         for name in [*names, "no refresh"] if variants else names:
             select(variants, name)
-            mine[name] = drafted(llm, watch, count, args)
+            mine[name] = drafted(llm, watch, count, args, first)
+        select(variants, names[0])
+        again = drafted(llm, watch, count, args, first)
         for _ in range(args.rounds):
             for name in names:
                 select(variants, name)
@@ -312,7 +334,7 @@ def measure(llm: Any, watch: Watch, variants: Any, names: list[str], args: argpa
         for name in names:
             select(variants, name)
             mine[name] |= summary(rounds[name]) | {"launches": launches(llm, watch, count, args)}
-        results[str(count)] = mine | {"change": changes(mine, names)}
+        results[str(count)] = mine | {"change": changes(mine, names), f"{names[0]} again": again}
         print(json.dumps({count: results[str(count)]}), flush=True)
     return results
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
 
 from draftfuse import loop
-from draftfuse.bench.measure import host_span, profile
+from draftfuse.bench.measure import REPEATS, host_span, profile
 from draftfuse.bench.modes import Ready, Workbench, build, split
 from draftfuse.bench.workload import uniform_batch
 from draftfuse.fused import FusedDraft
@@ -70,14 +71,22 @@ class Span:
             "fused_propose": lambda: fused.propose(batch, k),
         }
 
-    def times(self) -> dict[str, Any]:
-        """Median host microseconds of each, and fused over split."""
+    def times(self, rounds: int = 4) -> dict[str, Any]:
+        """Median host microseconds of each over rounds in which all take turns, and fused over split.
+
+        A ratio is the median of those of the rounds: a host that changes its speed on the way changes both sides.
+        """
         reset = partial(self.bench.reset, self.bench.spec)
+        taken: dict[str, list[float]] = {name: [] for name in self.runs}
+        for _ in range(rounds):
+            for name, run in self.runs.items():
+                taken[name].append(host_span(run, reset, self.bench.device, REPEATS // 2))
         record: dict[str, Any] = {"requests": self.rows, "k": self.k}
-        for name, run in self.runs.items():
-            record[f"{name}_us"] = round(host_span(run, reset, self.bench.device), 1)
+        record |= {f"{name}_us": round(median(values), 1) for name, values in taken.items()}
         for name in ("decode", "propose"):
-            record[f"{name}_ratio"] = round(record[f"fused_{name}_us"] / record[f"split_{name}_us"], 4)
+            ratios = [f / s for f, s in zip(taken[f"fused_{name}"], taken[f"split_{name}"], strict=True)]
+            record[f"{name}_ratio"] = round(median(ratios), 4)
+            record[f"{name}_ratio_range"] = [round(min(ratios), 4), round(max(ratios), 4)]
         return record
 
     def launches(self) -> dict[str, Any]:
