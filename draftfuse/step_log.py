@@ -21,7 +21,7 @@ class StepLog(TorchDispatchMode):
     """Operators in order; :meth:`tap` marks where a step, and its part up to the drafted tokens, ends."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[Entry] = []
         self.made: Any = WeakIdKeyDictionary()
         self.ends: dict[int, int] = {}

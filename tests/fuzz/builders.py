@@ -31,9 +31,9 @@ def of_common(common: CommonMetadata, extra: Tensor, **parts: Any) -> Metadata:
 class Aliased:
     """Views of the persistent inputs only."""
 
-    def __init__(self, window: int, rows: int) -> None:
+    def __init__(self, window: int, rows: int, device: str) -> None:
         self.window, self.rows = window, rows
-        self.held = torch.zeros(rows + 1, dtype=torch.int64)
+        self.held = torch.zeros(rows + 1, dtype=torch.int64, device=device)
 
     def build(self, common: CommonMetadata) -> Metadata:
         return of_common(common, common.seq_lens)
@@ -51,8 +51,9 @@ class Filled(Aliased):
     """A table filled piece by piece."""
 
     def build(self, common: CommonMetadata) -> Metadata:
-        table = torch.full((common.num_reqs, WIDTH), -1, dtype=torch.int64)
-        table[:, : self.window] = common.seq_lens.unsqueeze(1) - torch.arange(min(self.window, WIDTH))
+        device = common.seq_lens.device
+        table = torch.full((common.num_reqs, WIDTH), -1, dtype=torch.int64, device=device)
+        table[:, : self.window] = common.seq_lens.unsqueeze(1) - torch.arange(min(self.window, WIDTH), device=device)
         table[:, 0] += 3
         return of_common(common, table.clamp(min=0).sum(1), table=table)
 
@@ -63,7 +64,7 @@ class Ragged(Aliased):
     def build(self, common: CommonMetadata) -> Metadata:
         lengths = common.seq_lens.clamp(max=self.window).to(torch.int64)
         pointers = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        entries = torch.arange(common.num_reqs * self.window)
+        entries = torch.arange(common.num_reqs * self.window, device=lengths.device)
         rows = torch.searchsorted(pointers[1:], entries, right=True)
         return of_common(common, pointers[1:] - pointers[:-1] + (rows == 0).sum(), pointers=pointers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,36 +26,42 @@ def mixed(x: Tensor, memory: Tensor) -> Tensor:
 
 
 LIBRARY.impl("mixed", mixed, "CPU")
+LIBRARY.impl("mixed", mixed, "CUDA")
 LIBRARY.impl("mixed", lambda x, memory: torch.empty_like(x), "Meta")
 
 
 class Fuzzed:
     """See :class:`Program` for what each field does."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, device: str = "cpu") -> None:
         g = torch.Generator().manual_seed(program.weights)
-        self.program = program
+        self.program, self.device = program, device
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=g).to(device)
+
         self.num_speculative_tokens, self.max_num_reqs = program.k, program.rows
         self.max_model_len, self.advance_positions = program.context, program.advance != "static"
         with_logits = V if program.sampler == "logits" else None
         tokens = program.rows * max(program.k + 1, program.context)
-        self.inputs = DraftInputs.allocate(program.rows, program.k, H, vocab_size=with_logits, max_num_tokens=tokens)
+        self.inputs = DraftInputs.allocate(
+            program.rows, program.k, H, vocab_size=with_logits, max_num_tokens=tokens, device=device
+        )
         columns = -(-program.context // program.page)
         self.attn_groups = [self._group(i, columns) for i in range(len(program.builders))]
-        self.pools = [torch.randn(1 + (program.rows + 1) * columns, program.page, 2, 4, generator=g) for _ in range(4)]
-        self.embed = torch.randn(V, H, generator=g)
-        self.place = torch.randn(program.context, H, generator=g)
-        self.mix = [torch.randn(H, H, generator=g) / 3 for _ in range(3)]
-        self.memory = torch.zeros(program.rows + 1)
-        self.history = torch.zeros(program.rows + 1, dtype=torch.int64)
+        self.pools = [drawn(1 + (program.rows + 1) * columns, program.page, 2, 4) for _ in range(4)]
+        self.embed = drawn(V, H)
+        self.place = drawn(program.context, H)
+        self.mix = [drawn(H, H) / 3 for _ in range(3)]
+        self.memory = torch.zeros(program.rows + 1, device=device)
+        self.history = torch.zeros(program.rows + 1, dtype=torch.int64, device=device)
 
     def _group(self, index: int, columns: int) -> AttentionGroup:
         p = self.program
         table = torch.arange((p.rows + 1) * columns, dtype=torch.int32).view(p.rows + 1, columns) + 1
-        slots = torch.full((self.inputs.positions.shape[0],), -1, dtype=torch.int64)
-        return AttentionGroup(
-            KINDS[p.builders[index]](p.windows[index], p.rows), table, slots, p.page, (f"layer{index}",)
-        )
+        slots = torch.full_like(self.inputs.positions, -1)
+        builder = KINDS[p.builders[index]](p.windows[index], p.rows, self.device)
+        return AttentionGroup(builder, table.to(self.device), slots, p.page, (f"layer{index}",))
 
     def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         x = self.embed[inputs.input_ids] + inputs.hidden_states * 0.3 + self.place[inputs.positions]
@@ -123,14 +130,14 @@ class Fuzzed:
             inputs.input_ids[:rows] = (tokens + inputs.positions[:rows]) % V
 
 
-def batch_of(program: Program, index: int) -> DraftBatch:
+def batch_of(program: Program, index: int, device: str = "cpu") -> DraftBatch:
     """Call ``index`` of a program."""
     lengths, g = program.batches[index], torch.Generator().manual_seed(program.weights + index)
     queries = [program.k + 1 if program.uniform else min(n, 1 + (n + index) % (program.k + 1)) for n in lengths]
     gone = [min(program.rejected[i % len(program.rejected)], q - 1) for i, q in enumerate(queries)]
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
     total, rows = sum(queries), len(lengths)
-    return DraftBatch(
+    batch = DraftBatch(
         num_reqs=rows,
         num_tokens=total,
         max_seq_len=max(lengths),
@@ -146,17 +153,19 @@ def batch_of(program: Program, index: int) -> DraftBatch:
         idx_mapping=torch.arange(rows),
         max_query_len=program.k + 1 if program.uniform else None,
     )
+    tensors = {name: t.to(device) for name, t in vars(batch).items() if isinstance(t, Tensor)}
+    return replace(batch, **tensors)
 
 
-def mismatch(program: Program, compiler: str = "none", **options: Any) -> str | None:
+def mismatch(program: Program, compiler: str = "none", device: str = "cpu", **options: Any) -> str | None:
     """What differs between the compiled and the eager loop of ``program``; None where nothing does."""
-    spec, twin = Fuzzed(program), Fuzzed(program)
+    spec, twin = Fuzzed(program, device), Fuzzed(program, device)
     fused = draftfuse.compile(spec, compiler=compiler, **options)
     eager = draftfuse.compile(twin, mode="eager", request_capacities=fused.ladder.capacities)
     for index in range(len(program.batches)):
         k = program.ks[index % len(program.ks)]
-        tokens = fused.propose(batch_of(program, index), k, copy=True)
-        expected = eager.propose(batch_of(program, index), k, copy=True)
+        tokens = fused.propose(batch_of(program, index, device), k, copy=True)
+        expected = eager.propose(batch_of(program, index, device), k, copy=True)
         if not torch.equal(tokens, expected):
             return f"call {index}: tokens {tokens.tolist()}, eager {expected.tolist()}"
         found = _state_mismatch(spec, twin, tokens.shape[0], exact=compiler == "none")
