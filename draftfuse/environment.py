@@ -101,7 +101,7 @@ def device_lost(error: BaseException) -> DeviceLostError | None:
     for cause in causes(error):
         if isinstance(cause, DeviceLostError):
             return cause
-        if isinstance(cause, RuntimeError) and _is_sticky(str(cause)):
+        if isinstance(cause, RuntimeError) and _is_sticky(first_line(cause)):
             todo = (
                 "Start a new process. CUDA_LAUNCH_BLOCKING=1 finds the kernel, draftfuse lint and audit look for why."
             )
@@ -110,6 +110,7 @@ def device_lost(error: BaseException) -> DeviceLostError | None:
 
 
 def _is_sticky(text: str) -> bool:
+    """Judges the first line only: the lines of advice behind it name assertions after every error."""
     return any(name in text for name in _SPEAKERS) and any(part in text for part in _LOST)
 
 

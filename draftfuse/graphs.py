@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from warnings import catch_warnings
 
 import torch
 from torch import Tensor
@@ -48,7 +50,7 @@ def capture(
     """
     warm_up(run, prepare, stream, warmups)
     before = pool_bytes(pool)
-    graph, first = torch.cuda.CUDAGraph(), []
+    graph, first, outside = torch.cuda.CUDAGraph(), [], torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             try:
@@ -56,11 +58,27 @@ def capture(
             except RuntimeError as error:  # ending a capture that failed raises once more
                 first.append(error)
                 raise
-    except RuntimeError as error:
+    except BaseException as error:
+        abandon(pool, stream, outside)
+        if not isinstance(error, RuntimeError):
+            raise
         cause = (first or [error])[0]
         todo = "Remove the host sync or allocation that the cause names, or use mode='split'."
         raise CaptureError("the loop cannot be captured", first_line(cause), "capturable work", todo) from cause
     return Captured(graph, tensors, max(0, pool_bytes(pool) - before))
+
+
+def abandon(pool: Any, stream: Any, outside: Any) -> None:
+    """After a capture that could not be ended torch stays on its stream, its allocators go on recording into the pool
+    (that of pinned memory for ever, so the pool is lost), and its generator refuses to draw until a capture ends well.
+    """
+    torch.cuda.set_stream(outside)
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError), catch_warnings(action="ignore"):  # the first call says so where the capture has ended
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+            pass
 
 
 def warm_up(run: Callable[[], None], prepare: Callable[[], None], stream: Any, times: int) -> None:

@@ -62,6 +62,7 @@ class Runners:
     ) -> None:
         self.spec, self.ladder, self.mode, self.cudagraph = spec, ladder, mode, cudagraph
         self.pool, self.report = pool, report
+        self.owns_pool = pool is None
         self.inspector = Inspector(spec, report.findings)
         self.settings = replace(settings, inspect=self.inspector.after)
         self.workspace = Workspace()
@@ -204,7 +205,11 @@ class Runners:
             self.pool = torch.cuda.graph_pool_handle()
         if self.stream is None:
             self.stream = torch.cuda.Stream()
-        return capture(bound.run, lambda: self._fill(descriptor), bound.tensors, self.pool, self.stream)
+        try:
+            return capture(bound.run, lambda: self._fill(descriptor), bound.tensors, self.pool, self.stream)
+        except CaptureError:
+            self.pool = None if self.owns_pool else self.pool  # nothing can be captured into it any more
+            raise
 
     def _emission(self, descriptor: Descriptor) -> Emission:
         """Code for the descriptor: symbolic above one row where its guards allow it, else for this capacity alone."""

@@ -196,7 +196,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BaseException]]:
 
     monkeypatch.setattr(runners, "capture", capture)
     for name in ("synchronize", "Stream", "graph_pool_handle"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
+        monkeypatch.setattr(torch.cuda, name, object)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return failures
 
@@ -234,6 +234,20 @@ def test_out_of_memory_in_a_capture_leaves_nothing_half_built(captures: list[Bas
     assert isinstance(OutOfGraphMemoryError("", 0, 0, ""), CaptureError)
 
 
+def test_a_pool_that_a_capture_failed_in_is_given_up(captures: list[BaseException]) -> None:
+    """Torch goes on recording into it: only a pool of the caller's is kept."""
+    given = object()
+    for pool in (None, given):
+        spec = Small(k=2)
+        fused = capturing(spec, pool=pool)
+        captures.append(CaptureError("the loop cannot be captured", "a host sync", "capturable work", "Remove it."))
+        with pytest.raises(CaptureError, match="a host sync"):
+            fused.decode(2)
+        assert fused.runners.pool is pool
+        fused.decode(2)
+        assert (fused.runners.pool is given) == (pool is given)
+
+
 def test_the_first_cause_of_a_capture_that_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def graph(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -245,12 +259,17 @@ def test_the_first_cause_of_a_capture_that_failed_is_named(monkeypatch: pytest.M
     def run() -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
+    abandoned: list[Any] = []
+
     for name, value in {"graph": graph, "CUDAGraph": object, "synchronize": lambda: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "outside")
+    monkeypatch.setattr(graphs, "abandon", lambda *given: abandoned.append(given))
     monkeypatch.setattr(graphs, "warm_up", lambda *args: None)
     monkeypatch.setattr(graphs, "pool_bytes", lambda pool: 0)
     with pytest.raises(CaptureError, match="got operation not permitted when stream is capturing"):
-        graphs.capture(run, run, [], None, None)
+        graphs.capture(run, run, [], "pool", "side")
+    assert abandoned == [("pool", "side", "outside")]
 
 
 def interrupt(*args: Any, **kwargs: Any) -> Any:
@@ -354,7 +373,15 @@ def test_after_a_sticky_error_nothing_is_launched(error: RuntimeError) -> None:
         fused.decode(3)
 
 
-@pytest.mark.parametrize("text", ["CUDA error: invalid argument", "CUDA error: operation not supported", "my own"])
+ADVICE = "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+ALIVE = [
+    "CUDA error: invalid argument",
+    f"CUDA error: operation not permitted when stream is capturing\n{ADVICE}",
+    "my",
+]
+
+
+@pytest.mark.parametrize("text", ALIVE)
 def test_errors_that_leave_the_device_alive_leave_the_loop_open(text: str) -> None:
     spec = Small(k=2)
     fused = compiled(spec)
@@ -411,3 +438,11 @@ def test_what_would_kill_the_context_is_refused_before_anything_is_written(name:
     with unchanged(spec), pytest.raises(InvalidBatchError, match=words):
         fused.propose(batch)
     assert torch.equal(fused.propose(three_rows(spec)), expected())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["lost_device", "no_memory", "interrupt", "host_sync"])
+def test_on_a_real_device(name: str) -> None:
+    command = [sys.executable, "-m", "tests.draftfuse.cuda_scenarios", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("ok\n"), done.stdout + done.stderr

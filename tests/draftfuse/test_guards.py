@@ -1,0 +1,128 @@
+"""Guards of host values and addresses: everything that was baked is listed, each change is named, a check is cheap."""
+
+from __future__ import annotations
+
+import timeit
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import draftfuse
+from draftfuse import DraftInputs
+from draftfuse.errors import StaleAddressError
+from tests.failures.small import Small
+
+NAMES = [f"w{index}" for index in range(14)]
+BUDGET = 5e-6  # seconds for both checks, of the fastest of many runs; a busy machine gets more in the median
+
+
+@dataclass
+class Inner:
+    """Values at the end of a chain of attributes."""
+
+    scale: float = 0.5
+    heads: int = 2
+
+
+class Twenty(Small):
+    """Reads fourteen numbers, a flag, a string, a None, a dictionary's item and two nested values in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__(k=2)
+        for index, name in enumerate(NAMES):
+            setattr(self, name, 0.25 + index)
+        self.flag, self.kind, self.bias = True, "tanh", None
+        self.table = {"gain": 1.5}
+        self.inner = Inner()
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        x = super().enter(inputs)
+        total = self.w0 + self.w1 + self.w2 + self.w3 + self.w4 + self.w5 + self.w6  # type: ignore[attr-defined]
+        total += self.w7 + self.w8 + self.w9 + self.w10 + self.w11 + self.w12 + self.w13  # type: ignore[attr-defined]
+        x = x * total if self.flag else x
+        x = x.tanh() if self.kind == "tanh" else x
+        x = x if self.bias is None else x + self.bias
+        return x * self.table["gain"] * self.inner.scale + self.inner.heads
+
+
+EXPECTED: dict[str, Any] = {f"spec.{name}": 0.25 + index for index, name in enumerate(NAMES)} | {
+    "spec.flag": True,
+    "spec.kind": "tanh",
+    "spec.bias": None,
+    "spec.table['gain']": 1.5,
+    "spec.inner.scale": 0.5,
+    "spec.inner.heads": 2,
+}
+CHANGES: list[tuple[str, Any]] = [("flag", False), ("kind", "relu"), ("bias", 1.0), *((name, 9.0) for name in NAMES)]
+
+
+@pytest.fixture(scope="module")
+def fused() -> draftfuse.FusedDraft:
+    made = draftfuse.compile(Twenty(), compiler="none", request_capacities=[2])
+    made.decode(2)
+    return made
+
+
+def runner_of(fused: draftfuse.FusedDraft) -> Any:
+    (runner,) = fused.runners.made.values()
+    return runner
+
+
+def test_the_report_lists_every_value_that_the_trace_took(fused: draftfuse.FusedDraft) -> None:
+    baked = fused.report.baked
+    assert {path: baked.get(path, "missing") for path in EXPECTED} == EXPECTED
+    assert len(runner_of(fused).scalars.values) >= 20
+    assert all(path in fused.explain() for path in EXPECTED)
+
+
+@pytest.mark.parametrize(("name", "value"), CHANGES)
+def test_each_change_is_named(fused: draftfuse.FusedDraft, name: str, value: Any) -> None:
+    spec, scalars = fused.spec, runner_of(fused).scalars
+    old = getattr(spec, name)
+    setattr(spec, name, value)
+    try:
+        assert scalars.broken() == [f"spec.{name}: traced with {old!r}, now {value!r}"]
+    finally:
+        setattr(spec, name, old)
+    assert scalars.broken() == []
+
+
+def test_changes_behind_containers_and_chains_are_named(fused: draftfuse.FusedDraft) -> None:
+    spec, scalars = fused.spec, runner_of(fused).scalars
+    spec.table["gain"], spec.inner.scale = 2.5, 0.75
+    assert scalars.broken() == [
+        "spec.inner.scale: traced with 0.5, now 0.75",
+        "spec.table['gain']: traced with 1.5, now 2.5",
+    ]
+    spec.table["gain"], spec.inner.scale = 1.5, 0.5
+    inner, spec.inner = spec.inner, Inner()
+    assert scalars.broken() == ["an object that the loop read its values from was replaced"]
+    spec.inner = inner
+    assert scalars.broken() == []
+
+
+def test_a_replaced_tensor_is_named(fused: draftfuse.FusedDraft) -> None:
+    spec, addresses = fused.spec, runner_of(fused).addresses
+    mix, spec.mix = spec.mix, torch.eye(8)
+    with pytest.raises(StaleAddressError, match="mix"):
+        addresses.check()
+    spec.mix = mix
+    addresses.check()
+
+
+def test_both_checks_cost_a_few_microseconds(fused: draftfuse.FusedDraft) -> None:
+    runner = runner_of(fused)
+    assert len(runner.scalars.values) >= 20
+    assert len(runner.addresses.tensors) >= 8
+
+    def check() -> None:
+        runner.scalars.broken()
+        runner.addresses.check()
+
+    seconds = [taken / 500 for taken in timeit.repeat(check, number=500, repeat=60)]
+    assert min(seconds) < BUDGET, seconds
+    assert median(seconds) < 4 * BUDGET, seconds
