@@ -66,7 +66,7 @@ class Fuzzed:
     def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         x = self.embed[inputs.input_ids] + inputs.hidden_states * 0.3 + self.place[inputs.positions]
         rows = inputs.seq_lens.shape[0]
-        decode = x.shape[0] == rows and bool(metadata)
+        decode = x.shape[0] == rows and len(metadata) > 0
         for layer in range(self.program.layers):
             x = self.attend(x, metadata["layer0"], layer, None if decode else inputs.query_start_loc)
         for index in range(len(self.program.builders)):
