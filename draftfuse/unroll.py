@@ -62,13 +62,13 @@ def extend(traced: Trace, k: int) -> None:
     steps = {step: _nodes_of(traced.graph, step) for step in range(1, TRACED_STEPS)}
     template = _template(steps)
     tail = [n for n in traced.graph.nodes if ir.phase(n) == "store"]
-    tokens = _token_index(steps, tail)
+    first, place = _tokens(steps, tail)
     made = dict(steps)
     with traced.fake_mode, traced.graph.inserting_before(steps[LAST][0]):
         for step in range(LAST, k):
             length = template.without_advance if step == k - 1 else len(template.nodes)
             made[step] = _copy(traced, template, made, step, length)
-    _extend_tail(traced, tail, [made[step][tokens] for step in range(1, k)], k)
+    _extend_tail(traced, tail, [first, *(made[step][place] for step in range(2, k))], k)
     for node in reversed(steps[LAST]):
         traced.graph.erase_node(node)
     ir.eliminate_dead_code(traced.graph)
@@ -125,13 +125,13 @@ def _common_node(before: fx.Node, here: fx.Node, index: dict[fx.Node, tuple[int,
     raise Irregular(f"step 3 reads {here.name} where step 2 reads {before.name}")
 
 
-def _token_index(steps: dict[int, list[fx.Node]], tail: Sequence[fx.Node]) -> int:
-    """Where in a step the node stands whose value is its drafted token."""
+def _tokens(steps: dict[int, list[fx.Node]], tail: Sequence[fx.Node]) -> tuple[fx.Node, int]:
+    """The drafted token of step 1, and where in a later step the node of its token stands."""
     lists: list[Any] = [a for n in tail for a in n.args if isinstance(a, (list, tuple)) and len(a) == LAST]
     for found in lists:
         own = all(node in steps[step] for step, node in enumerate(found, start=1))
         if own and (place := steps[2].index(found[1])) == steps[3].index(found[2]):
-            return place
+            return found[0], place
     raise Irregular("the drafted tokens are not stored together")
 
 

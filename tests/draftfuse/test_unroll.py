@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftfuse import DraftInputs, loop
+from draftfuse import loop
 from draftfuse.lowering.segment import canonical
 from draftfuse.step_log import difference
 from draftfuse.trace import trace
@@ -58,14 +58,26 @@ def test_numbers_may_grow_evenly() -> None:
     assert "of its steps copied" in pair.fused.explain()
 
 
+class FirstStep(Small):
+    """Does more in step 1 than in the others, so that its token stands elsewhere among its operators."""
+
+    def __init__(self) -> None:
+        super().__init__(k=K)
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        return super().sample(torch.sin(hidden) * 2 if step == 1 else hidden, step)
+
+
+def test_step_1_may_be_another_program() -> None:
+    pair = both(FirstStep, three_rows)
+    assert pair.fused.report.builds[0].copied_steps == K - TRACED_STEPS
+
+
 class LateBranch(Small):
     """Does something else from a step on that a short trace never reaches."""
 
     def __init__(self) -> None:
         super().__init__(k=K)
-
-    def enter(self, inputs: DraftInputs) -> Tensor:
-        return super().enter(inputs)
 
     def sample(self, hidden: Tensor, step: int) -> Tensor:
         return super().sample(-hidden if step >= 6 else hidden, step)
