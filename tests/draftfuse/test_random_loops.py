@@ -6,14 +6,13 @@ import os
 from functools import partial
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.draftfuse.toy import Config, assert_same_runs, make_batch, run_mode
 
 FIELDS = ("step", "invariant", "pieces", "several", "token")
-EXAMPLES = int(os.environ.get("DRAFTFUSE_RANDOM_LOOPS", "25"))
+EXAMPLES = int(os.environ.get("DRAFTFUSE_RANDOM_LOOPS", "8"))
 
 
 @st.composite
@@ -50,7 +49,6 @@ def loops(draw: st.DrawFn) -> tuple[Config, list[tuple[Any, int | None]], list[i
     return config, calls, [config.rows]
 
 
-@pytest.mark.slow
 @settings(
     max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )

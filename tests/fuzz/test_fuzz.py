@@ -21,7 +21,6 @@ KEPT = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_programs_draft_the_same_with_eager_kernels(chunk: int) -> None:
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
@@ -33,7 +32,6 @@ def test_a_few_programs_draft_the_same() -> None:
         assert mismatch(draw(seed)) is None, f"seed {seed}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_programs_draft_the_same_with_inductor(seed: int) -> None:
     program = replace(draw(100_000 + seed), k=2, ks=(2,), uniform=False)
