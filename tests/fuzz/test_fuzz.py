@@ -18,6 +18,8 @@ KEPT = [
     Program(builders=("chained",), memory="counted", rows=4, k=3, ks=(3,), batches=((3, 5, 4), (4, 4))),
     # Dead rows of a uniform batch were padded anew behind a prefill of its own, but not inside one launch.
     Program(memory="indexed", rows=4, batches=((14, 11, 5),), uniform=True),
+    # The token of step 1 was looked for where later steps have theirs.
+    Program(k=6, ks=(6,), builders=("ragged",), sampler="gumbel", advance="late_ids", memory="counted", layers=0),
 ]
 
 
