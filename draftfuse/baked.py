@@ -6,6 +6,7 @@ differs sends the batch to a split loop traced with the new one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,25 @@ def taken(roots: Mapping[str, Any], module_globals: dict[str, Any]) -> dict[str,
             if isinstance(value, _SCALARS):
                 found[path] = value
     return dict(sorted(found.items()))
+
+
+REPLACED = "an object that the loop read its values from was replaced"
+
+
+def with_siblings(values: Mapping[str, Any], roots: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """``values``, and what stands at each path with one of its numbers replaced by another below ``count``.
+
+    A loop of which some steps were copied may read ``scales[step]`` in a step that nobody traced.
+    """
+    found = dict(values)
+    for path in values:
+        for number in re.finditer(r"\d+", path):
+            for i in range(count):
+                sibling = f"{path[: number.start()]}{i}{path[number.end() :]}"
+                value = _value(sibling, roots, {}) if sibling not in found else _MISSING
+                if isinstance(value, _SCALARS):
+                    found[sibling] = value
+    return found
 
 
 _MISSING = object()
@@ -76,7 +96,7 @@ class ScalarGuards:
             return []
         changed = [(p, self.values[p], read()) for p, read in self.current.items()]
         named = [f"{plain(p)}: traced with {old!r}, now {new!r}" for p, old, new in changed if not _equal(old, new)]
-        return named or ["an object that the loop read its values from was replaced"]
+        return named or [REPLACED]
 
 
 def _reader(path: str, roots: Mapping[str, Any]) -> Callable[[], Any]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from draftfuse import passes
+from draftfuse import passes, python_state
+from draftfuse.baked import with_siblings
 from draftfuse.dispatch import PREFILL, Descriptor
 from draftfuse.errors import EmissionError, UnsafeLoopError
 from draftfuse.groups import is_parallel
@@ -41,6 +42,7 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
     progress: Callable[[str], None] = lambda text: None
     inspect: Callable[[Trace], None] = lambda traced: None  # the lint of a traced loop
+    copy_steps: bool = True  # trace some steps of a long loop, and copy those that repeat them
 
 
 def build(
@@ -55,7 +57,7 @@ def build(
     An emission of the whole graph that fails its check is replaced by segments, with the evidence in the report.
     """
     start = time.perf_counter()
-    traced = traced_loop(function, args, "num_reqs" if num_reqs is None else None, descriptor)
+    traced = traced_loop(function, args, "num_reqs" if num_reqs is None else None, descriptor, settings)
     seconds = time.perf_counter() - start
     try:
         return finish(traced, descriptor.num_steps, num_reqs, seconds, settings, descriptor.kind)
@@ -68,25 +70,43 @@ def build(
 
 
 def traced_loop(
-    function: Callable[..., None], args: tuple[Any, ...], symbolic: str | None, descriptor: Descriptor
+    function: Callable[..., None],
+    args: tuple[Any, ...],
+    symbolic: str | None,
+    descriptor: Descriptor,
+    settings: Settings,
 ) -> Trace:
     """The trace of all steps: of a few, extended, where the rest repeat them and the loop has no collectives."""
     k = descriptor.num_steps
-    if k <= TRACED_STEPS or descriptor.kind == PREFILL or is_parallel():
+    if not settings.copy_steps or k <= TRACED_STEPS or descriptor.kind == PREFILL or is_parallel():
         return trace(function, args, symbolic)
     *front, _, tap = args
     traced = trace(function, (*front, TRACED_STEPS, tap), symbolic)
     try:
         extend(traced, k)
-        different = difference(lambda eager_tap: function(*front, k, eager_tap), k)
+        different = steps_differ(function, args)
     except Irregular as reason:
         different = str(reason)
     if different is None:
         traced.copied_steps = k - TRACED_STEPS
+        traced.baked = with_siblings(traced.baked, {"spec": args[0]}, k)
         return traced
     traced = trace(function, args, symbolic)
     traced.irregular = different
     return traced
+
+
+def steps_differ(function: Callable[..., None], args: tuple[Any, ...]) -> str | None:
+    """Run the loop of ``args`` (rows second, draft tokens before the tap) once; how its steps differ, or None.
+
+    Python state is put back; tensors hold what the loop writes on dead rows.
+    """
+    *front, k, _ = args
+    state = python_state.of_speculator(front[0])
+    try:
+        return difference(lambda tap: function(*front, k, tap), k)
+    finally:
+        state.restore()
 
 
 def finish(
@@ -96,6 +116,7 @@ def finish(
     settings.inspect(traced)
     refuse_outputs(traced)
     refuse_higher_order(traced)
+    refuse_hooks(traced)
     steps = passes_for(traced, small=has_own_kernel if settings.compiler == "inductor" else never)
     ordered = collectives_of(traced.graph)
     refused = COLLECTIVES_IN_SEGMENTS if ordered and settings.emission == "whole" else ""
@@ -177,3 +198,16 @@ def refuse_higher_order(traced: Trace) -> None:
             "Wrap the call in an operator (torch.library) with exact mutates_args.",
             ir.source_line(node),
         )
+
+
+def refuse_hooks(traced: Trace) -> None:
+    """The runtime calls lifecycle hooks around a replay: their operators inside it would run a second time."""
+    for node in traced.graph.nodes:
+        if "in run_hook" in str(node.meta.get("stack_trace", "")):
+            raise UnsafeLoopError(
+                "a lifecycle hook computes with tensors",
+                str(node.target),
+                "Python state only",
+                "Compute in forward or advance, or outside the loop.",
+                ir.source_line(node),
+            )

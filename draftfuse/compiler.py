@@ -37,8 +37,8 @@ def compile(
         speculator: an object with the names that :class:`draftfuse.Speculator` documents.
         num_speculative_tokens: the largest k of a call; the speculator's own by default.
         request_capacities: ``"pow2"`` (1, 2, 4, ..., max_num_reqs) or an explicit list of batch sizes to pad to.
-        mode: ``"auto"`` fuses where that is safe and falls back with a reason; ``"fused"`` raises where it would fall
-            back; ``"split"`` and ``"eager"`` force those.
+        mode: ``"auto"`` fuses where that is safe and falls back with a reason; ``"fused"`` raises where the loop cannot
+            be fused (a call that breaks a guard runs split in both); ``"split"`` and ``"eager"`` force those.
         compiler: ``"inductor"``, or ``"none"`` for the eager kernels, bit-exact with them at the same capacity.
         cudagraph: False leaves capturing to the caller.
         pool: a CUDA graph memory pool to share.
@@ -64,10 +64,12 @@ def compile(
     validate.check_speculator(speculator)
     require_triton_on(speculator.inputs.positions.device)
     _check_passes(disable)
+    if dump is not None and Path(dump).exists() and not Path(dump).is_dir():
+        raise InvalidOptionError("dump is no folder", str(dump), "a folder, or a name that is free", "Pass another.")
     largest = speculator.num_speculative_tokens
     if num_speculative_tokens is not None:
         largest = validate.check_k(num_speculative_tokens, largest)
-    table = {size: validate.check_k(k, largest) for size, k in (k_by_num_reqs or {}).items()}
+    table = validate.check_table(k_by_num_reqs or {}, largest)
     capacities = validate.check_capacities(request_capacities, speculator.max_num_reqs)
     validate.check_budget(graph_memory_budget)
     mode, disabled = ("eager", True) if os.environ.get("DRAFTFUSE_DISABLE") == "1" else (mode, False)
@@ -85,6 +87,8 @@ def _check_passes(disable: Collection[str]) -> None:
     from draftfuse.lowering.generated import register_refresh
     from draftfuse.passes import name_of, pipeline
 
+    if isinstance(disable, str):
+        raise InvalidOptionError("disable is one text", repr(disable), "a list of names", f"Pass [{disable!r}].")
     known = ["explicit_metadata", *(name_of(p) for p in pipeline(register=register_refresh, hidden_reads=hidden_reads))]
     unknown = sorted(set(disable) - set(known))
     if unknown:

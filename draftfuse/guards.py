@@ -6,7 +6,7 @@ identity of the attributes that the loop read them from, so a rebound attribute 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,15 +60,22 @@ class Addresses:
     tensors: list[Tensor] = field(default_factory=list)
     pointers: list[int] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
-    places: list[tuple[Any, Any, Tensor, str]] = field(default_factory=list)  # (container, key, tensor, path)
+    places: list[tuple[Any, Any, Any, str]] = field(default_factory=list)  # (container, key, what is there, path)
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], roots: Mapping[str, Any]) -> Addresses:
-        """Addresses of ``tensors``, given by the path that Dynamo read them from (``L['spec'].inputs.seq_lens``)."""
+    def of(
+        cls, tensors: Mapping[str, Tensor], roots: Mapping[str, Any], known: Mapping[str, Tensor] | None = None
+    ) -> Addresses:
+        """Addresses of ``tensors``, given by the path that Dynamo read them from (``L['spec'].inputs.seq_lens``).
+
+        ``known``: all tensors behind the speculator by path (``spec.inputs.seq_lens``). A tensor that stands in several
+        places is watched in each: Dynamo names one.
+        """
         unique = {t.untyped_storage().data_ptr(): t for t in tensors.values()}
-        kept = list(unique.values())
-        places = [p for path, t in tensors.items() if (p := _place(path, t, roots)) is not None]
-        return cls(kept, [t.data_ptr() for t in kept], list(range(len(kept))), places)
+        kept, mine = list(unique.values()), {id(t) for t in tensors.values()}
+        others = {f"L['spec']{p[4:]}": t for p, t in (known or {}).items() if p.startswith("spec") and id(t) in mine}
+        found = {(id(p[0]), p[1]): p for path, t in {**others, **tensors}.items() for p in _chain(path, t, roots)}
+        return cls(kept, [t.data_ptr() for t in kept], list(range(len(kept))), list(found.values()))
 
     def check(self) -> None:
         """Raise :class:`StaleAddressError` if anything moved or was replaced since capture."""
@@ -94,7 +101,16 @@ def stale(what: str, how: str) -> StaleAddressError:
     return StaleAddressError(f"memory that the captured loop holds {how}", what, "the addresses of capture time", todo)
 
 
-def _place(path: str, tensor: Tensor, roots: Mapping[str, Any]) -> tuple[Any, Any, Tensor, str] | None:
+def _chain(path: str, tensor: Any, roots: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Any, str]]:
+    """The place of ``tensor``, and that of each object on the way to it."""
+    value = tensor
+    while (place := _place(path, value, roots)) is not None:
+        yield place
+        path = split_path(path)[0]
+        value = eval(path, {"__builtins__": {}}, {"L": roots})  # a path that Dynamo wrote, not user input
+
+
+def _place(path: str, tensor: Any, roots: Mapping[str, Any]) -> tuple[Any, Any, Any, str] | None:
     """Container and key under which ``tensor`` is reachable now; None where the path is no plain chain."""
     owner_path, key = split_path(path)
     if not owner_path:

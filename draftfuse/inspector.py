@@ -39,24 +39,26 @@ class Inspector:
 
     spec: Any
     findings: list[Any]
-    probed: bool = False
+    probed: int = 0  # draft tokens of the longest loop that was run
     ranks: Ranks = field(default_factory=Ranks)
-    _pending: int = 0  # rows of a probe that waits for a trace: collectives run only once all ranks agree on them
+    # Rows and draft tokens of a probe that waits for a trace: collectives run only once all ranks agree on them.
+    _pending: tuple[int, int] | None = None
 
     def before(self, descriptor: Descriptor) -> None:
         """Run the decode loop once, eagerly, on the dead rows that the inputs hold."""
-        if not self.probed and descriptor.num_steps > 1:
-            self._pending = descriptor.num_reqs
+        if descriptor.num_steps > max(1, self.probed):
+            self._pending = descriptor.num_reqs, descriptor.num_steps
             if not is_parallel():
                 self._probe()
 
     def _probe(self) -> None:
-        rows, self._pending = self._pending, 0
+        assert self._pending is not None
+        (rows, k), self._pending = self._pending, None
         kept = Saved(persistent_tensors(self.spec))
         fill_dummy(self.spec, rows)
         try:
-            self.finish(probe(self.spec, rows, 2))
-            self.probed = True  # a loop that was refused, or interrupted, is probed again at the next build
+            self.finish(probe(self.spec, rows, k))
+            self.probed = k  # a loop that was refused, or interrupted, is probed again at the next build
         finally:
             kept.restore()
 
@@ -64,7 +66,7 @@ class Inspector:
         """Look at a traced graph, and compare its collectives with those of other ranks."""
         with self.ranks.comparing(traced):
             self.finish(of_graph(self.spec, traced))
-        if self._pending:
+        if self._pending is not None:
             self._probe()
 
     def finish(self, findings: list[Finding]) -> None:

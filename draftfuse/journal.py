@@ -117,7 +117,10 @@ def check_bounds(func: Any, args: tuple[Any, ...]) -> None:
         negative = 0 if func in _STRICT else -rows
         if high >= rows or low < negative:
             came = high if high >= rows else low
-            todo = "Make the table as long as the largest position including the draft steps, or mask the rows past it."
+            todo = (
+                "Make the table as long as the largest position including the draft steps, or mask the rows past it; "
+                "a padded row (seq_len 0) has any block table."
+            )
             if func is aten.index_copy_.default and low < 0:
                 todo = "Write with draftfuse.ops.write_kv, which skips the negative slots of padded rows."
             raise UnsafeLoopError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ from draftfuse.passes.findings import ERROR, WARNING, Finding, merged
 from draftfuse.passes.render import canonical
 from draftfuse.rank_branches import watched_ranks
 from draftfuse.state import fill_dummy
+from draftfuse.step_log import operators_of, repeats
 from draftfuse.trace import Trace, trace, user_line
+from draftfuse.validate import source_of
 
 PROBED_STEPS = 2
 _HOOKS = ("on_prefill_begin", "on_prefill_end", "on_multi_step_decode_begin", "on_multi_step_decode_end")
@@ -112,12 +115,25 @@ def probe(
             loop.decode_loop(checked, rows, max(2, k))
         after = python_state.of_speculator(spec)
         changes = [of_change(c) for c in python_changes.diff(before, after) if c.path not in hooked]
+        if any(not c.is_error for c in changes):
+            before.restore()
+            changes = changes if _repeats(spec, rows, k) else [*map(of_dependence, changes)]
         return [*map(of_branch, branches), *changes]
     finally:
         journal.restore()
         before.restore()
         if syncs is not None:
             syncs += dict.fromkeys(journal.syncs)
+
+
+def _repeats(spec: Any, rows: int, k: int) -> bool:
+    """Whether the loop does the same once more, now that the first run has changed Python state."""
+    journal = Journal()
+    try:
+        with journal:
+            return repeats(lambda: loop.decode_loop(spec, rows, max(2, k)))
+    finally:
+        journal.restore()
 
 
 @contextmanager
@@ -143,7 +159,14 @@ def _after_hooks(spec: Any, before: python_state.State) -> set[str]:
     if not hooks:
         return set()
     for name in hooks:
-        loop.run_hook(spec, name)
+        if operators_of(lambda n=name: loop.run_hook(spec, n)):  # type: ignore[misc]
+            raise UnsafeLoopError(
+                "a lifecycle hook computes with tensors",
+                f"{name}",
+                "Python state only: a hook runs around a replay and, with its operators, inside it too",
+                "Compute in forward or advance, or outside the loop.",
+                source_of(getattr(spec, name)),
+            )
     changed = {c.path for c in python_changes.diff(before, python_state.of_speculator(spec))}
     before.restore()
     return changed
@@ -159,6 +182,14 @@ def of_change(change: python_changes.Change) -> Finding:
     text = f"the loop changes Python state at {change}: a replay would not, and what was traced stays as it was"
     todo = "Count in a tensor, or in a lifecycle hook (on_multi_step_decode_end runs at every replay)."
     return Finding(WARNING, "side-effect", text, todo, change.source, phase=phase)
+
+
+def of_dependence(change: Finding) -> Finding:
+    """The finding of a change, where the loop does something else once Python state has changed."""
+    if change.is_error:
+        return change
+    text = f"{change.text}; and the loop computes with what it changed"
+    return replace(change, severity=ERROR, text=text)
 
 
 def of_sync(source: SourceLine) -> Finding:

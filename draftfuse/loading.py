@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ def load(target: str) -> Any:
     if not callable(factory):
         todo = "Name a function without arguments that returns the speculator."
         raise InvalidOptionError("the target is no factory", target, "module:factory", todo)
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        todo = "Name a function without arguments that returns the speculator."
+        raise InvalidOptionError("the factory takes arguments", f"{target} ({error})", "none", todo) from error
     return factory()
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from draftfuse import loop, python_state
-from draftfuse.baked import ScalarGuards, plain
-from draftfuse.build import Settings, build
+from draftfuse.baked import REPLACED, ScalarGuards, plain
+from draftfuse.build import Settings, build, steps_differ
 from draftfuse.dispatch import DECODE, PREFILL, PROPOSE, Descriptor, Ladder
 from draftfuse.environment import named_memory
 from draftfuse.errors import (
@@ -71,6 +71,7 @@ class Runners:
         self._emissions: dict[tuple[str, int, int | None], Emission] = {}
         self._scalars: dict[int, ScalarGuards] = {}  # by the emission's id, which _emissions keeps alive
         self._guarded: dict[tuple[Any, ...], Runner] = {}
+        self._copied: set[tuple[str, int]] = set()  # symbolic builds of which some steps were not traced
 
     def get(self, descriptor: Descriptor) -> Runner:
         """The runner of ``descriptor``; building it leaves inputs and slots as they were."""
@@ -82,6 +83,8 @@ class Runners:
     def split_for(self, descriptor: Descriptor, host_values: tuple[Any, ...]) -> Runner:
         """A split runner for host values that a fused capture does not cover (bounded cache)."""
         key = (descriptor, *host_values)
+        if any(value is REPLACED for value in host_values):
+            self._guarded.pop(key, None)  # says nothing of the object that came instead: build anew
         if key not in self._guarded:
             while len(self._guarded) >= MAX_GUARDED:
                 self._guarded.pop(next(iter(self._guarded)))
@@ -99,7 +102,7 @@ class Runners:
 
     def clear(self) -> None:
         """Drop every graph and all code."""
-        for store in (self.made, self._emissions, self._guarded):
+        for store in (self.made, self._emissions, self._guarded, self._copied):
             store.clear()
 
     def _on_dummies(self, descriptor: Descriptor, make: Callable[[], Runner]) -> Runner:
@@ -128,14 +131,15 @@ class Runners:
             except (UntraceableLoopError, UnstableMetadataError, UnsafeLoopError) as error:
                 if descriptor.kind == DECODE and not getattr(error, "in_builder", True):
                     raise
-                reason, cause = f"{error.what}: {error.came}", error
+                reason, cause = f"{error.what}: {error.came}" + (f" at {error.source}" if error.source else ""), error
         return self._fall_back(descriptor, reason, cause)
 
     def _fall_back(self, descriptor: Descriptor, reason: str, cause: DraftfuseError | None) -> Runner:
         if descriptor.kind == DECODE:
             if self.mode == "fused":
                 todo = "Offer refresh() made of registered operators, or use mode='auto'."
-                raise NotFusableError("the loop cannot be fused", reason, "traceable metadata", todo) from cause
+                source = cause.source if cause is not None else None
+                raise NotFusableError("the loop cannot be fused", reason, "traceable metadata", todo, source) from cause
             self.report.fall_back("decode", "split", reason)
             return self._split(descriptor)
         self.report.fall_back("prefill", "eager", reason)
@@ -182,7 +186,8 @@ class Runners:
             bound = emission.bind(descriptor.num_reqs, self.workspace)
         self._load_code(bound)
         frozen = collect(self.spec, descriptor.num_reqs)
-        addresses = Addresses.of(emission.sources, {"spec": self.spec})
+        known = python_state.of_speculator(self.spec, wide=False).tensors
+        addresses = Addresses.of(emission.sources, {"spec": self.spec}, known)
         if not self.cudagraph:
             return Runner(bound.run, {"compiled calls": 1}, frozen, addresses, scalars, bound.run, bound)
         captured = self._capture(bound, descriptor)
@@ -215,10 +220,18 @@ class Runners:
         """Code for the descriptor: symbolic above one row where its guards allow it, else for this capacity alone."""
         capacity = descriptor.num_reqs
         if capacity > 1:
-            emission = self._build(descriptor, None, hint=max(2, self.ladder.capacities[-1] - 1))
-            if emission.guards_hold(capacity):
+            hint = max(2, self.ladder.capacities[-1] - 1)
+            emission = self._build(descriptor, None, hint)
+            if emission.guards_hold(capacity) and self._repeats_at(descriptor, capacity, hint):
                 return emission
         return self._build(descriptor, capacity, hint=capacity)
+
+    def _repeats_at(self, descriptor: Descriptor, capacity: int, hint: int) -> bool:
+        """Whether copied steps stand for the loop at ``capacity`` too: Python may compare the rows with the step."""
+        if capacity == hint or (descriptor.kind, descriptor.num_steps) not in self._copied:
+            return True
+        function, args = loop_of(descriptor)
+        return steps_differ(function, (self.spec, capacity, *args[1:], None)) is None
 
     def _build(self, descriptor: Descriptor, num_reqs: int | None, hint: int) -> Emission:
         key = (descriptor.kind, descriptor.num_steps, num_reqs)
@@ -229,6 +242,8 @@ class Runners:
             self._scalars[id(emission)] = self._bake(report.baked)
             self.report.external = sorted({*self.report.external, *external_reads(self.spec, emission)})
             self.report.builds.append(report)
+            if num_reqs is None and report.copied_steps:
+                self._copied.add((descriptor.kind, descriptor.num_steps))
             self._emissions[key] = emission  # last: whoever is interrupted before builds again
         return self._emissions[key]
 

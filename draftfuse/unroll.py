@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from draftfuse.passes import ir
 from draftfuse.trace import Trace
@@ -55,10 +55,21 @@ def extend(traced: Trace, k: int) -> None:
     """Make the trace of ``TRACED_STEPS`` draft tokens that of ``k``, in place.
 
     Raises:
-        Irregular: the steps differ in more than numbers that grow evenly; the trace is as it was.
+        Irregular: the steps differ in more than numbers that grow evenly; the trace is of no use then.
     """
+    try:
+        _extend(traced, k)
+    except RuntimeError as error:  # sizes that grow with the step, or values of the last step that stay in use
+        raise Irregular(str(error).splitlines()[0]) from error
+
+
+def _extend(traced: Trace, k: int) -> None:
     if traced.output_nodes:
         raise Irregular("a value leaves the loop")
+    inside = [n for n in traced.graph.nodes if n.op == "call_function"]
+    places = [i for i, n in enumerate(inside) if ir.draft_step(n)]
+    if not places or any(ir.draft_step(n) is None for n in inside[places[0] :]):
+        raise Irregular("an operator stands outside the steps")
     steps = {step: _nodes_of(traced.graph, step) for step in range(1, TRACED_STEPS)}
     template = _template(steps)
     tail = [n for n in traced.graph.nodes if ir.phase(n) == "store"]
@@ -109,7 +120,7 @@ def _common(before: Any, here: Any, index: dict[fx.Node, tuple[int, int]]) -> An
         return {name: _common(before[name], value, index) for name, value in here.items()}
     if isinstance(here, int) and not isinstance(here, bool):
         return _Number(here, here - before)
-    if before == here:
+    if before == here and repr(before) == repr(here):  # 0.0 is not -0.0
         return here
     raise Irregular(f"an argument is {before!r} in step 2 and {here!r} in step 3")
 
@@ -153,20 +164,9 @@ def _copy(trace: Trace, template: _Template, made: dict[int, list[fx.Node]], ste
         args, kwargs = at(given)
         copy = trace.graph.create_node(node.op, node.target, args, kwargs)
         copy.meta = {**node.meta, "draft_step": step}
-        copy.meta["val"] = _value_like(copy, node)
+        copy.meta["val"] = evaluate(copy)
         copies.append(copy)
     return copies
-
-
-def _value_like(copy: fx.Node, node: fx.Node) -> Any:
-    """A fake value for a copy of ``node``: an equal tensor of its own, unless it aliases what it was made of."""
-    val = ir.value(node)
-    if val is None or isinstance(val, torch.SymInt):
-        return val
-    given = {s for n in node.all_input_nodes for s in ir.storages(n)}
-    if not isinstance(val, Tensor) or ir.storage(node) in given:
-        return evaluate(copy)
-    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
 
 
 def evaluate(node: fx.Node) -> Any:

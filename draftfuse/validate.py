@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -154,6 +154,21 @@ def check_capacities(capacities: object, max_num_reqs: int) -> list[int]:
     return sorted(good)
 
 
+def check_rows(num_reqs: object, largest: int) -> None:
+    """Raise :class:`InvalidBatchError` unless ``num_reqs`` is a number of requests, 0..largest."""
+    if not isinstance(num_reqs, int) or not 0 <= num_reqs <= largest:
+        todo = "Split the batch, or compile a larger speculator."
+        raise InvalidBatchError("num_reqs is out of range", repr(num_reqs), f"an int, 0..{largest}", todo)
+
+
+def check_table(table: object, largest: int) -> dict[int, int]:
+    """``k_by_num_reqs``: the largest batch size to the number of draft tokens."""
+    if not isinstance(table, Mapping) or not all(isinstance(size, int) and size > 0 for size in table):
+        expected = "a mapping of batch sizes (ints > 0) to k"
+        raise InvalidOptionError("k_by_num_reqs is no table", repr(table), expected, "Correct it.")
+    return {size: check_k(k, largest) for size, k in table.items()}
+
+
 def check_budget(budget: object) -> None:
     """Raise :class:`InvalidOptionError` unless ``budget`` is None or a positive number of bytes."""
     if budget is not None and (not isinstance(budget, int) or budget <= 0):
@@ -173,7 +188,8 @@ def check_batch(spec: Any, batch: DraftBatch) -> None:
         _explain_batch(spec, batch)
     if not all(t.size(0) >= tokens and t.is_contiguous() for t in _per_token(batch)):
         _explain_batch(spec, batch)
-    if batch.query_start_loc.size(0) <= rows or not batch.query_start_loc.is_contiguous():
+    wide = batch.hidden_states.dim() == 2 and batch.hidden_states.size(1) == spec.inputs.hidden_states.size(1)
+    if not wide or batch.query_start_loc.size(0) <= rows or not batch.query_start_loc.is_contiguous():
         _explain_batch(spec, batch)
 
 
@@ -202,6 +218,9 @@ def _explain_batch(spec: Any, batch: DraftBatch) -> None:
         fail("max_seq_len is out of range", batch.max_seq_len, f"at most max_model_len={spec.max_model_len}")
     if not _is_longest(batch.max_query_len, rows, tokens):
         fail("max_query_len cannot be", batch.max_query_len, f"what fits num_reqs={rows}, num_tokens={tokens}")
+    came, size = tuple(batch.hidden_states.shape), spec.inputs.hidden_states.shape[1]
+    if len(came) != 2 or came[1] != size:
+        fail("batch.hidden_states has a wrong shape", came, f"[num_tokens, {size}]")
     lengths = dict.fromkeys(_PER_TOKEN, tokens) | dict.fromkeys(_PER_ROW, rows) | {"query_start_loc": rows + 1}
     for name, length in lengths.items():
         tensor = getattr(batch, name)

@@ -129,7 +129,70 @@ class Carried(LateBranch):
         return tokens
 
 
-@pytest.mark.parametrize("klass", [LateBranch, LastBranch, Uneven, Scaled, Tables])
+class ShorterLast(LateBranch):
+    """The last step leaves out what stands at the end of the others."""
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        tokens = Small.sample(self, hidden, step)
+        return tokens if step == self.num_speculative_tokens - 1 else (tokens + 3) % 17
+
+
+class ShorterAdvance(LateBranch):
+    """Late steps leave out the end of their advance."""
+
+    def advance(self, tokens: Tensor, hidden: Tensor, step: int) -> None:
+        super().advance(tokens, hidden, step)
+        if step < 6:
+            self.inputs.hidden_states[: tokens.shape[0]].mul_(-2)
+
+
+class SignOfZero(LateBranch):
+    """A float of which only the sign differs, and it is zero."""
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        zeros = torch.zeros_like(hidden) * (-0.0 if step >= 6 else 0.0)
+        return Small.sample(self, torch.copysign(hidden, zeros), step)
+
+
+class Rows(Small):
+    """Compares the number of rows with the step: another program at few rows only."""
+
+    def __init__(self) -> None:
+        super().__init__(k=K, max_num_reqs=16)
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        return Small.sample(self, -hidden if hidden.shape[0] < step else hidden, step)
+
+
+def test_rows_that_meet_the_step_are_traced_for_themselves() -> None:
+    builds = both(Rows, three_rows).fused.report.builds
+    assert [(b.num_reqs, b.copied_steps > 0) for b in builds] == [(None, True), (4, False)]
+
+
+class Listed(LateBranch):
+    """A number of the step's own, equal in all steps when the loop is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [1.0] * K
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        return Small.sample(self, hidden * self.scales[step], step)
+
+
+def test_numbers_of_steps_that_were_not_traced_are_guarded() -> None:
+    pair = both(Listed, three_rows)
+    assert pair.fused.report.builds[0].copied_steps
+    for spec in (pair.fused.spec, pair.eager.spec):
+        spec.scales[6] = -1.0
+    pair.draft(three_rows)
+    assert any("spec.scales[6]: traced with 1.0, now -1.0" in f.reason for f in pair.fused.report.fallbacks)
+
+
+IRREGULAR = [LateBranch, LastBranch, Uneven, Scaled, Tables, ShorterLast, ShorterAdvance, SignOfZero]
+
+
+@pytest.mark.parametrize("klass", IRREGULAR)
 def test_irregular_loops_are_traced_in_full(klass: type[Small]) -> None:
     pair = both(klass, three_rows)
     build = pair.fused.report.builds[0]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
+import draftfuse
 from draftfuse.errors import StaleAddressError
 from tests.failures.small import Small, both, three_rows
 
@@ -26,3 +30,33 @@ def test_a_moved_storage_is_found() -> None:
         spec.embed.set_(spec.embed.clone())
     with pytest.raises(StaleAddressError, match="recapture"):
         pair.fused.propose(three_rows(spec))
+
+
+class Head:
+    """An object of the speculator with a tensor."""
+
+    def __init__(self, seed: int) -> None:
+        self.weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+class Nested(Small):
+    """Reads a tensor of an object, and one that stands in a list twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Head(3)
+        self.shifts = [torch.ones(8)] * 4
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        return super().sample(hidden @ self.head.weight + self.shifts[step], step)
+
+
+@pytest.mark.parametrize(
+    "replace", [lambda s: setattr(s, "head", Head(4)), lambda s: s.shifts.__setitem__(3, -s.embed[0])]
+)
+def test_an_owner_or_a_second_place_that_is_replaced_is_refused(replace: Callable[[Nested], None]) -> None:
+    fused = draftfuse.compile(Nested(), compiler="none")
+    fused.propose(three_rows(fused.spec))
+    replace(fused.spec)
+    with pytest.raises(StaleAddressError, match="was replaced by another object"):
+        fused.propose(three_rows(fused.spec))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
+import draftfuse
 from draftfuse import DraftInputs
+from draftfuse.errors import UnsafeLoopError
 from tests.failures.small import Small, both, three_rows
 
 
@@ -29,3 +32,46 @@ def test_a_python_counter_is_reported_and_a_tensor_counter_counts() -> None:
     assert "self.calls += 1" in str(found[0])
     assert torch.equal(pair.fused.spec.load, pair.eager.spec.load)
     assert int(pair.fused.spec.load[0]) == 2 * 3
+
+
+class Reads(Small):
+    """Counts its calls in Python, from a step on, and computes with the count."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.calls, self.first = 0, first
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        if step >= self.first:
+            self.calls += 1
+        return (super().sample(hidden, step) + self.calls) % 17
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_loop_that_reads_what_it_counts_in_python_is_refused(first: int) -> None:
+    with pytest.raises(UnsafeLoopError, match="computes with what it changed") as caught:
+        draftfuse.compile(Reads(first), compiler="none").propose(three_rows(Reads(first)))
+    assert caught.value.source is not None
+    assert caught.value.source.text == "self.calls += 1"
+
+
+class Hooks(Small):
+    """A hook that writes a tensor: traced into the loop, and called around it."""
+
+    def __init__(self, ready: bool) -> None:
+        super().__init__()
+        self.count, self.ready = torch.zeros(1), ready
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        self.ready = True
+        return super().sample(hidden, step)
+
+    def on_multi_step_decode_end(self) -> None:
+        if self.ready:
+            self.count.add_(1)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_hooks_that_compute_with_tensors_are_refused(ready: bool) -> None:
+    with pytest.raises(UnsafeLoopError, match="a lifecycle hook computes with tensors"):
+        draftfuse.compile(Hooks(ready), compiler="none").decode(2)
