@@ -122,7 +122,8 @@ class FusedDraft:
 
     def _decode_plan(self, num_reqs: int, k: int | None, capacity: int | None) -> Plan | None:
         """The plan of a decode call, None where it has nothing to do; remembered by the call's own arguments."""
-        validate.check_rows(num_reqs, self.spec.max_num_reqs)
+        for number in (num_reqs, capacity or 0):
+            validate.check_rows(number, self.spec.max_num_reqs)
         steps = self._check_k(self.ladder.k_for(num_reqs) if k is None else k)
         rows = max(num_reqs, capacity or 0)
         plan = None

@@ -33,6 +33,11 @@ class AcrossRanks:
         if len(sizes) != 1 or not self.num_reqs:
             todo = "Give each of the three a number for every rank."
             raise InvalidOptionError("the ranks are not described", sorted(sizes), "three of one length", todo)
+        for name in ("num_reqs", "num_tokens", "max_query_len"):
+            numbers = tuple(getattr(self, name))
+            if not all(isinstance(n, int) and n >= 0 for n in numbers):
+                raise InvalidOptionError(f"{name} of the ranks is no count", numbers, "ints >= 0", "Correct them.")
+            object.__setattr__(self, name, numbers)
 
     @classmethod
     def gather(cls, batch: DraftBatch, k: int, group: Any) -> AcrossRanks:

@@ -156,7 +156,7 @@ def check_capacities(capacities: object, max_num_reqs: int) -> list[int]:
 
 def check_rows(num_reqs: object, largest: int) -> None:
     """Raise :class:`InvalidBatchError` unless ``num_reqs`` is a number of requests, 0..largest."""
-    if not isinstance(num_reqs, int) or not 0 <= num_reqs <= largest:
+    if not isinstance(num_reqs, int) or isinstance(num_reqs, bool) or not 0 <= num_reqs <= largest:
         todo = "Split the batch, or compile a larger speculator."
         raise InvalidBatchError("num_reqs is out of range", repr(num_reqs), f"an int, 0..{largest}", todo)
 

@@ -204,6 +204,22 @@ def test_copies_belong_to_the_caller_and_views_do_not() -> None:
     assert view.untyped_storage().data_ptr() == spec.inputs.draft_tokens.untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize(("rows", "capacity"), [(-1, None), (9, None), (2.0, None), (True, None), (2, -1), (2, 9)])
+def test_rows_that_cannot_be_are_refused(rows: Any, capacity: Any) -> None:
+    with pytest.raises(InvalidBatchError, match="num_reqs is out of range"):
+        compiled(Small(k=K)).decode(rows, capacity=capacity)
+
+
+def test_hidden_states_of_another_width_are_refused_and_nothing_is_written() -> None:
+    spec = Small(k=K)
+    batch = three_rows(spec)
+    batch.hidden_states = batch.hidden_states[:, :1].contiguous()
+    before = [t.clone() for t in spec.inputs.named_tensors().values()]
+    with pytest.raises(InvalidBatchError, match="hidden_states has a wrong shape"):
+        compiled(spec).propose(batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, spec.inputs.named_tensors().values(), strict=True))
+
+
 def test_a_second_thread_is_refused_by_name() -> None:
     spec = Small(k=3)
     fused = compiled(spec)

@@ -40,3 +40,6 @@ def test_sizes_that_cannot_be_right_are_refused() -> None:
         fused.propose(batch_of(fused.spec, [5, 9]), across=AcrossRanks((1, 1), (3, 3), (3, 3)))
     with pytest.raises(InvalidOptionError, match="the ranks are not described"):
         AcrossRanks((1, 2), (3,), (3, 3))
+    with pytest.raises(InvalidOptionError, match="num_reqs of the ranks is no count"):
+        AcrossRanks((1, -2), (3, 3), (3, 3))
+    assert hash(AcrossRanks([1, 2], [3, 3], [3, 3])) == hash(AcrossRanks((1, 2), (3, 3), (3, 3)))  # type: ignore[arg-type]
