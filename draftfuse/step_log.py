@@ -7,7 +7,9 @@ operators with their numbers and tensors.
 
 from __future__ import annotations
 
+import gc
 import sys
+import sysconfig
 from collections.abc import Callable
 from typing import Any
 
@@ -20,27 +22,32 @@ from torch.utils.weak import WeakIdKeyDictionary
 from draftfuse.passes import ir
 
 Entry = tuple[Any, ...]
+LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
 
 
 class Path:
-    """The user's bytecode that runs inside a ``with`` block, in order; draftfuse's own and torch's is left out."""
+    """The user's bytecode that runs inside a ``with`` block, in order, without draftfuse's, torch's and Python's own."""
 
     def __init__(self) -> None:
         self.places: list[tuple[int, int]] = []
         self._codes: list[Any] = []  # alive, so that ids stay unique
         self._before: Any = None
+        self._collects = True
 
     def __enter__(self) -> Path:
-        self._before = sys.gettrace()
+        self._before, self._collects = sys.gettrace(), gc.isenabled()
+        gc.disable()  # finalizers and callbacks of a collection would run anywhere
         sys.settrace(self._call)
         return self
 
     def __exit__(self, *exception: object) -> None:
         sys.settrace(self._before)
+        if self._collects:
+            gc.enable()
 
     def _call(self, frame: Any, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if ir.is_own_file(code.co_filename) or code.co_filename.startswith("<"):
+        if ir.is_own_file(code.co_filename) or code.co_filename.startswith(("<", LIBRARY)):
             return None
         self._codes.append(code)
         frame.f_trace_opcodes, frame.f_trace_lines = True, False

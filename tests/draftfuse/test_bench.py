@@ -161,11 +161,11 @@ def test_split_propose_drafts_what_propose_drafts() -> None:
 
 def test_span_compares_split_and_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = iter([200.0, 10.0, 9.0, 400.0, 50.0])
-    monkeypatch.setattr("draftfuse.bench.span.host_span", lambda run, reset, device: next(spans))
+    monkeypatch.setattr("draftfuse.bench.span.host_span", lambda run, reset, device, repeats: next(spans))
     spec, cell = small("eagle-b")
     fused = draftfuse.compile(spec, mode="eager", request_capacities=[cell.requests])
     span = Span(Workbench(spec, [cell.requests]), fused, cell.requests, cell.context, cell.k)
-    record = span.times()
+    record = span.times(rounds=1)
     assert record | {"decode_ratio": 0.05, "propose_ratio": 0.125, "graph_launch_us": 9.0} == record
     assert span.launches() == {}
 
