@@ -26,7 +26,7 @@ LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
 
 
 class Path:
-    """The user's bytecode that runs inside a ``with`` block, in order, without draftfuse's, torch's and Python's own."""
+    """The user's bytecode that runs inside a ``with`` block, without that of draftfuse, torch and Python itself."""
 
     def __init__(self) -> None:
         self.places: list[tuple[int, int]] = []
