@@ -442,7 +442,7 @@ def main() -> None:
     if args.serve:
         results["serve"] = serve(llm, variants, names, args)
     told = "" if args.plain else variants.plan.explain()
-    settings = {key: str(value) for key, value in vars(args).items()}
+    settings = {key: str(value) for key, value in vars(args).items() if key != "out"}
     seconds = {"ready": round(ready), "all": round(time.time() - started)}
     report = {**environment(), "settings": settings, "seconds": seconds, "results": results, "explain": told}
     text = json.dumps(report, indent=1)

@@ -16,6 +16,7 @@ from draftfuse.baked import with_siblings
 from draftfuse.dispatch import PREFILL, Descriptor
 from draftfuse.errors import EmissionError, UnsafeLoopError
 from draftfuse.groups import is_parallel
+from draftfuse.lint import computing_hook
 from draftfuse.lowering.effects import effects_in, hidden_reads
 from draftfuse.lowering.emit import Emission, emit
 from draftfuse.lowering.generated import register_hidden, register_refresh
@@ -204,10 +205,4 @@ def refuse_hooks(traced: Trace) -> None:
     """The runtime calls lifecycle hooks around a replay: their operators inside it would run a second time."""
     for node in traced.graph.nodes:
         if "in run_hook" in str(node.meta.get("stack_trace", "")):
-            raise UnsafeLoopError(
-                "a lifecycle hook computes with tensors",
-                str(node.target),
-                "Python state only",
-                "Compute in forward or advance, or outside the loop.",
-                ir.source_line(node),
-            )
+            raise computing_hook(str(node.target), ir.source_line(node))

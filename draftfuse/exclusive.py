@@ -9,15 +9,13 @@ import torch
 
 from draftfuse.environment import device_lost
 from draftfuse.errors import ClosedError, ConcurrentUseError, DeviceLostError, DraftfuseError, LostRankError
-from draftfuse.meeting import Ranks
+from draftfuse.meeting import Ranks, event_of_stream
 
 
 def event_of_now() -> Any:
     """An event behind all work so far, on whatever stream that is: the first look may come from another one."""
     torch.cuda.synchronize()
-    event = torch.cuda.Event()
-    event.record()
-    return event
+    return event_of_stream()
 
 
 class Exclusive:

@@ -104,14 +104,14 @@ def stale(what: str, how: str) -> StaleAddressError:
 def _chain(path: str, tensor: Any, roots: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Any, str]]:
     """The place of ``tensor``, and that of each object on the way to it."""
     value = tensor
-    while (place := _place(path, value, roots)) is not None:
+    while path and (found := _place(path, value, roots)) is not None:
+        place, value = found
         yield place
         path = split_path(path)[0]
-        value = eval(path, {"__builtins__": {}}, {"L": roots})  # a path that Dynamo wrote, not user input
 
 
-def _place(path: str, tensor: Any, roots: Mapping[str, Any]) -> tuple[Any, Any, Any, str] | None:
-    """Container and key under which ``tensor`` is reachable now; None where the path is no plain chain."""
+def _place(path: str, value: Any, roots: Mapping[str, Any]) -> tuple[tuple[Any, Any, Any, str], Any] | None:
+    """Where ``value`` is reachable now, and the object that holds it; None where the path is no plain chain."""
     owner_path, key = split_path(path)
     if not owner_path:
         return None
@@ -121,7 +121,7 @@ def _place(path: str, tensor: Any, roots: Mapping[str, Any]) -> tuple[Any, Any, 
         return None
     container = owner if isinstance(owner, (list, dict, tuple)) else getattr(owner, "__dict__", {})
     try:
-        return (container, key, tensor, path) if container[key] is tensor else None
+        return ((container, key, value, path), owner) if container[key] is value else None
     except (KeyError, IndexError, TypeError):
         return None
 

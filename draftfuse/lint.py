@@ -160,16 +160,16 @@ def _after_hooks(spec: Any, before: python_state.State) -> set[str]:
         return set()
     for name in hooks:
         if operators_of(lambda n=name: loop.run_hook(spec, n)):  # type: ignore[misc]
-            raise UnsafeLoopError(
-                "a lifecycle hook computes with tensors",
-                f"{name}",
-                "Python state only: a hook runs around a replay and, with its operators, inside it too",
-                "Compute in forward or advance, or outside the loop.",
-                source_of(getattr(spec, name)),
-            )
+            raise computing_hook(name, source_of(getattr(spec, name)))
     changed = {c.path for c in python_changes.diff(before, python_state.of_speculator(spec))}
     before.restore()
     return changed
+
+
+def computing_hook(came: str, source: SourceLine | None) -> UnsafeLoopError:
+    """The error for a lifecycle hook with operators: they would run inside a replay and, with the hook, around it."""
+    todo = "Compute in forward or advance, or outside the loop."
+    return UnsafeLoopError("a lifecycle hook computes with tensors", came, "Python state only", todo, source)
 
 
 def of_change(change: python_changes.Change) -> Finding:

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from draftfuse.collectives import compare, from_text, signature_of, to_text
+from draftfuse.environment import first_line
 from draftfuse.errors import LostRankError
 from draftfuse.groups import default_store, group_named, is_parallel, timeout_of
 from draftfuse.places import Place, place_of
@@ -139,7 +141,7 @@ class Ranks:
         if not isinstance(cause, RuntimeError) or not is_parallel():
             return None
         place = place_of(cause)
-        return None if place is None else self.missing(place, (str(cause).splitlines() or [""])[0])
+        return None if place is None else self.missing(place, first_line(cause))
 
     def missing(self, place: Place, cause: str) -> LostRankError:
         """Post where this rank stands, see who else does, and name the others."""
@@ -196,10 +198,8 @@ def wait_for(fused: Any, timeout: float | None) -> None:
         time.sleep(POLL_SECONDS / 100)
 
 
-def event_of_stream() -> Any:
+def event_of_stream() -> torch.cuda.Event:
     """An event behind the work of the current stream."""
-    import torch
-
     event = torch.cuda.Event()
     event.record()
     return event

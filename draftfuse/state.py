@@ -29,7 +29,6 @@ def load_batch(spec: Any, batch: DraftBatch, capacity: int, query_len: int) -> N
     inputs, rows, tokens = spec.inputs, batch.num_reqs, batch.num_tokens
     read = [getattr(batch, name) for name in READ] if rows else []
     load_rows(written_by_load(inputs), read, rows, tokens, capacity, query_len)
-    inputs.hidden_states[:tokens].copy_(batch.hidden_states[:tokens])
 
 
 def written_by_load(inputs: DraftInputs) -> list[Tensor]:

@@ -140,10 +140,9 @@ def difference(run: Callable[[Callable[[str, int, Tensor], None]], None], k: int
         run(log.tap)
     if set(log.tokens) != set(range(1, k)):
         return f"tokens of steps {sorted(log.tokens)} of {k - 1}"
-    first, second = _Step(log, 2), _Step(log, 3)
     for step in range(4, k):
-        last = step == k - 1
-        if not _Step(log, step, last).follows(first.until(last), second.until(last)):
+        mine, first, second = (_Step(log, number, partly=step == k - 1) for number in (step, 2, 3))
+        if not mine.follows(first, second):
             return f"step {step} does something else than steps 2 and 3"
     return None
 
@@ -151,16 +150,12 @@ def difference(run: Callable[[Callable[[str, int, Tensor], None]], None], k: int
 class _Step:
     """One step of a log; ``partly`` up to its tokens only."""
 
-    def __init__(self, log: StepLog, step: int, partly: bool = False) -> None:
+    def __init__(self, log: StepLog, step: int, partly: bool) -> None:
         self.log, self.step = log, step
         self.begin, before = log.ends[step - 1]
         self.early = log.ends[step - 2][0] if step > 2 else 0
         end, stop = log.tokens[step] if partly else log.ends[step]
         self.entries, self.path = log.entries[self.begin : end], log.path.places[before:stop]
-
-    def until(self, partly: bool) -> _Step:
-        """The same step, up to its tokens if ``partly``."""
-        return _Step(self.log, self.step, partly)
 
     def follows(self, first: _Step, second: _Step) -> bool:
         """Whether this is what ``first`` and ``second``, steps 2 and 3, lead to here."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from draftfuse.environment import first_line
 from draftfuse.passes import ir
 from draftfuse.trace import Trace
 
@@ -60,7 +61,7 @@ def extend(traced: Trace, k: int) -> None:
     try:
         _extend(traced, k)
     except RuntimeError as error:  # sizes that grow with the step, or values of the last step that stay in use
-        raise Irregular(str(error).splitlines()[0]) from error
+        raise Irregular(first_line(error)) from error
 
 
 def _extend(traced: Trace, k: int) -> None:

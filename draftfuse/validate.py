@@ -158,7 +158,7 @@ def check_rows(num_reqs: object, largest: int) -> None:
     """Raise :class:`InvalidBatchError` unless ``num_reqs`` is a number of requests, 0..largest."""
     if not isinstance(num_reqs, int) or isinstance(num_reqs, bool) or not 0 <= num_reqs <= largest:
         todo = "Split the batch, or compile a larger speculator."
-        raise InvalidBatchError("num_reqs is out of range", repr(num_reqs), f"an int, 0..{largest}", todo)
+        raise InvalidBatchError("num_reqs is out of range", repr(num_reqs), f"0..max_num_reqs={largest}", todo)
 
 
 def check_table(table: object, largest: int) -> dict[int, int]:
@@ -210,8 +210,7 @@ def _explain_batch(spec: Any, batch: DraftBatch) -> None:
         raise InvalidBatchError(what, came, expected, "Correct or split the batch, or compile a larger speculator.")
 
     rows, tokens, room = batch.num_reqs, batch.num_tokens, spec.inputs.positions.shape[0]
-    if not 0 <= rows <= spec.max_num_reqs:
-        fail("num_reqs is out of range", rows, f"0..max_num_reqs={spec.max_num_reqs}")
+    check_rows(rows, spec.max_num_reqs)
     if not rows <= tokens <= room or (tokens and not rows):
         fail("num_tokens is out of range", tokens, f"{rows}..{room if rows else 0} for num_reqs={rows}")
     if batch.max_seq_len > spec.max_model_len:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftfuse.bench.attention import Backend
 from draftfuse.models import ModelConfig
-from draftfuse.reference.llama import Cache, DecoderLayer, Limits, PagedMetadata, Shapes, Weights, rms_norm
+from draftfuse.reference.llama import Cache, DecoderLayer, Limits, Shapes, Weights
 
 
 class Maker:
@@ -59,12 +59,6 @@ class BenchLayer(DecoderLayer):
     def look_up(self, query: Tensor, metadata: Any) -> Tensor:
         """Paged attention of [T, Q, D] by the backend."""
         return self.backend.attend(query, *self.cache, metadata)
-
-    def forward_beside(self, x: Tensor, residual: Tensor, turns: Tensor, metadata: PagedMetadata) -> Tensor:
-        """Attention reads ``x``; its result and the MLP's go onto ``residual``."""
-        attended = self.attend(x, turns, metadata)
-        hidden = residual + F.linear(attended.flatten(1), self.o)
-        return hidden + self.mlp(rms_norm(hidden, self.post_norm, self.config.rms_norm_eps))
 
 
 @dataclass(frozen=True)

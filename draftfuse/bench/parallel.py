@@ -11,27 +11,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftfuse.bench.attention import Backend
 from draftfuse.bench.layers import BenchLayer
 from draftfuse.bench.speculators import EagleHead
 from draftfuse.models import ModelConfig
-from draftfuse.reference.llama import Limits, PagedMetadata, rms_norm
-from draftfuse.reference.parallel import all_reduce, parallel_argmax, shard_config, shard_weights
+from draftfuse.reference.llama import Limits
+from draftfuse.reference.parallel import AllReduced, parallel_argmax, shard_config, shard_weights
 
 
-class ParallelLayer(BenchLayer):
+class ParallelLayer(AllReduced, BenchLayer):
     """A rank's part of a layer."""
-
-    group: Any = None
-
-    def forward_beside(self, x: Tensor, residual: Tensor, turns: Tensor, metadata: PagedMetadata) -> Tensor:
-        """The whole layer's result, on every rank."""
-        attended = self.attend(x, turns, metadata)
-        hidden = residual + all_reduce(F.linear(attended.flatten(1), self.o), self.group)
-        return hidden + all_reduce(self.mlp(rms_norm(hidden, self.post_norm, self.config.rms_norm_eps)), self.group)
 
 
 class ParallelHead(EagleHead):

@@ -33,6 +33,13 @@ from draftfuse.reference.llama import (
 from draftfuse.speculator import DraftInputs
 
 
+def packaged_head(device: torch.device | str, dtype: torch.dtype) -> tuple[ModelConfig, Weights, Tensor, Tensor]:
+    """Configuration and weights of the packaged head, and its target's embedding and ``lm_head``."""
+    folder = packaged_model_dir()
+    head, target = (load_weights(folder / name, dtype, device) for name in ("eagle", "target"))
+    return load_config(folder / "eagle"), head, target["model.embed_tokens.weight"], target["lm_head.weight"]
+
+
 class EagleSpeculator:
     """Hidden-state feedback over a KV cache of its own. ``embed`` and ``lm_head`` [V, H] are the target's."""
 
@@ -62,10 +69,7 @@ class EagleSpeculator:
         cls, limits: Limits, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> EagleSpeculator:
         """The trained head that ships with draftfuse, with its target's embedding and ``lm_head``."""
-        folder = packaged_model_dir()
-        head, target = (load_weights(folder / name, dtype, device) for name in ("eagle", "target"))
-        shared = target["model.embed_tokens.weight"], target["lm_head.weight"]
-        return cls(load_config(folder / "eagle"), head, *shared, limits, device, dtype)
+        return cls(*packaged_head(device, dtype), limits, device, dtype)
 
     @classmethod
     def random(

@@ -134,9 +134,17 @@ class DecoderLayer:
     def forward(self, x: Tensor, turns: Tensor, metadata: PagedMetadata) -> Tensor:
         """[T, H] to [T, H]; writes the KV of its tokens, then attends."""
         normed = x if self.input_norm is None else rms_norm(x, self.input_norm, self.config.rms_norm_eps)
-        attended = self.attend(normed, turns, metadata)
-        x = x + F.linear(attended.flatten(1), self.o)
-        return x + self.mlp(rms_norm(x, self.post_norm, self.config.rms_norm_eps))
+        return self.forward_beside(normed, x, turns, metadata)
+
+    def forward_beside(self, x: Tensor, residual: Tensor, turns: Tensor, metadata: PagedMetadata) -> Tensor:
+        """Attention reads ``x``; its result and the MLP's go onto ``residual``."""
+        attended = self.attend(x, turns, metadata)
+        hidden = residual + self.reduced(F.linear(attended.flatten(1), self.o))
+        return hidden + self.reduced(self.mlp(rms_norm(hidden, self.post_norm, self.config.rms_norm_eps)))
+
+    def reduced(self, x: Tensor) -> Tensor:
+        """What goes onto the residual, of this rank's part of it; here the part is the whole."""
+        return x
 
     def attend(self, x: Tensor, turns: Tensor, metadata: PagedMetadata) -> Tensor:
         heads = F.linear(x, self.qkv).unflatten(-1, (-1, self.config.head_dim))

@@ -9,7 +9,6 @@ R requests, T tokens, H hidden, V vocabulary, W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 from draftfuse.errors import InvalidOptionError
-from draftfuse.models import ModelConfig, load_config, load_weights, packaged_model_dir
-from draftfuse.reference.eagle import EagleSpeculator
-from draftfuse.reference.llama import DecoderLayer, Limits, PagedMetadata, Weights, rms_norm
-from draftfuse.speculator import DraftInputs
+from draftfuse.models import ModelConfig
+from draftfuse.reference.eagle import EagleSpeculator, packaged_head
+from draftfuse.reference.llama import DecoderLayer, Limits, Weights
 
 ROW_PARALLEL, COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 
@@ -58,17 +56,18 @@ def all_reduce(x: Tensor, group: Any, operation: str = "sum") -> Tensor:
     return reduced
 
 
-class ParallelDecoderLayer(DecoderLayer):
+class AllReduced:
     """A decoder layer of which this rank has a part: an all-reduce behind attention, another behind the MLP."""
 
     group: Any = None
 
-    def forward(self, x: Tensor, turns: Tensor, metadata: PagedMetadata) -> Tensor:
-        """[T, H] to [T, H], the same on every rank."""
-        normed = x if self.input_norm is None else rms_norm(x, self.input_norm, self.config.rms_norm_eps)
-        attended = self.attend(normed, turns, metadata)
-        x = x + all_reduce(F.linear(attended.flatten(1), self.o), self.group)
-        return x + all_reduce(self.mlp(rms_norm(x, self.post_norm, self.config.rms_norm_eps)), self.group)
+    def reduced(self, x: Tensor) -> Tensor:
+        """The sum of the parts, the same on every rank."""
+        return all_reduce(x, self.group)
+
+
+class ParallelDecoderLayer(AllReduced, DecoderLayer):
+    """A rank's part of :class:`DecoderLayer`."""
 
 
 class ParallelEagleSpeculator(EagleSpeculator):
@@ -104,14 +103,7 @@ class ParallelEagleSpeculator(EagleSpeculator):
         cls, limits: Limits, group: Any, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> ParallelEagleSpeculator:
         """The trained head that ships with draftfuse, split over ``group`` (of one or two ranks)."""
-        folder = packaged_model_dir()
-        head, target = (load_weights(folder / name, dtype, device) for name in ("eagle", "target"))
-        shared = target["model.embed_tokens.weight"], target["lm_head.weight"]
-        return cls(load_config(folder / "eagle"), head, *shared, limits, group, device, dtype)
-
-    def forward(self, inputs: DraftInputs, metadata: Mapping[str, PagedMetadata]) -> tuple[Tensor, Tensor]:
-        """[T, H] twice, the same on every rank."""
-        return super().forward(inputs, metadata)
+        return cls(*packaged_head(device, dtype), limits, group, device, dtype)
 
     def sample(self, hidden: Tensor, step: int) -> Tensor:
         """The likeliest token of the whole vocabulary; the lower id where two are equally likely."""
