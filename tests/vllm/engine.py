@@ -52,7 +52,7 @@ WIDTHS = {
 
 def make_models(root: Path) -> None:
     """Configurations only: weights are random."""
-    for name, layers in (("target", 8), ("draft_model", 2)):
+    for name, layers in (("target", ASK.get("layers", 8)), ("draft_model", 2), ("eagle", 1)):
         config = LlamaConfig(num_hidden_layers=layers, **WIDTHS)
         config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(root / name)
@@ -237,7 +237,7 @@ def generate(llm: Any) -> list[list[int]]:
     count = ASK.get("requests", 3)
     prompts = [{"prompt_token_ids": [(7 * i + 13 * j) % 500 + 5 for j in range(5 + 9 * i)]} for i in range(count)]
     temperature = ASK.get("temperature", 0.0)
-    lengths = [ASK.get("tokens", 12) + ASK.get("longer", 3) * i for i in range(count)]
+    lengths = [ASK.get("tokens", 6) + ASK.get("longer", 2) * i for i in range(count)]
     samplings = [
         SamplingParams(max_tokens=n, temperature=temperature, seed=i, ignore_eos=True, detokenize=False)
         for i, n in enumerate(lengths)

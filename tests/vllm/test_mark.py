@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 import draftfuse
 from draftfuse.lowering.hook import MARKER
 from draftfuse.vllm import asked, mark
+from tests.vllm.processes import report_of
 
 
 class Block(nn.Module):
@@ -83,3 +86,15 @@ def test_compiled_draft_loses_its_marker_and_keeps_its_values() -> None:
     with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
         torch.testing.assert_close(torch.compile(model, options=options)(positions, hidden), expected)
     assert seen == [(1, 0)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (bash .ci/vllm runs this)")
+def test_pass_manager_takes_the_marker_out_and_a_warm_cache_does_not_call_the_pass(tmp_path: Path) -> None:
+    caches = {"VLLM_CACHE_ROOT": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    cold, warm = (report_of("piecewise.py", **caches) for _ in range(2))
+    assert cold["right"]
+    assert warm["right"]
+    assert sum(cold["calls"]) == 1, "one piece has the marker"
+    assert len(cold["calls"]) > 1, "the piece without it was left as it is"
+    assert warm["calls"] == []
