@@ -37,14 +37,16 @@ class Extracted:
     nodes: list[fx.Node] = field(default_factory=list)  # of the outer graph, in the order of the copies
     suffix: str = ""  # of the text that the key is made of
     key: str = ""
+    text: str = ""
 
     def __post_init__(self) -> None:
-        self.key = hashlib.sha256(f"{canonical(self.module.graph)}{self.suffix}".encode()).hexdigest()
+        self.text = canonical(self.module.graph)
+        self.key = hashlib.sha256(f"{self.text}{self.suffix}".encode()).hexdigest()
 
     @property
     def body(self) -> str:
         """The text of what it computes and stores, whatever it returns."""
-        lines = canonical(self.module.graph).splitlines()[:-1]
+        lines = self.text.splitlines()[:-1]
         return "\n".join([*lines, self.suffix])
 
     def returning(self, outputs: Sequence[int]) -> Extracted:
