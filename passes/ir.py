@@ -22,7 +22,8 @@ from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
 from draftfuse.errors import SourceLine
 
 ALIGNMENT = 16  # bytes that Inductor's kernels assume of their inputs
-FUNCTIONAL_OPERATORS = frozenset({"draftfuse::small_linear"})
+_SMALL = "draftfuse::small_linear"
+FUNCTIONAL_OPERATORS = frozenset({_SMALL, f"{_SMALL}_argmax", f"{_SMALL}_pair"})
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<text>[^\n]*)')
 
 
