@@ -57,6 +57,7 @@ def recorded(manager: Any) -> Iterator[list[Given]]:
         del manager.capture
 
 
+@torch.inference_mode()
 def make_proposal(spec: Any, plan: Plan, given: list[Given]) -> Proposal | None:
     """Capture the graphs; None, with a note, where the proposals of ``spec`` have to stay vLLM's."""
     reason = refusal(spec, plan, given)
