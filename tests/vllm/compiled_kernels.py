@@ -13,9 +13,10 @@ from draftfuse.vllm import _load_triton as kernels
 WIDE = ("out_last", "out_step", "out_positions", "out_seeds", "positions", "last_sampled", "seeds", "drafts")
 
 
-def compile_kernel(kernel: Any, flag: str, value: bool, numbers: tuple[str, ...]) -> None:
+def compile_kernel(kernel: Any, flag: str, value: bool, numbers: tuple[str, ...], ones: tuple[str, ...] = ()) -> None:
+    """Numbers in ``ones`` are 1, which Triton takes as a constant."""
     names = kernel.arg_names
-    constants = {"BLOCK": kernels.BLOCK, flag: value}
+    constants = {"BLOCK": kernels.BLOCK, flag: value} | dict.fromkeys(ones, 1)
     types = dict.fromkeys(WIDE, "*i64") | dict.fromkeys(("temperature", "out_temperature"), "*fp32")
     types |= dict.fromkeys(numbers, "i32")
     signature = {n: "constexpr" if n in constants else types.get(n, "*i32") for n in names}
@@ -27,7 +28,9 @@ def compile_kernel(kernel: Any, flag: str, value: bool, numbers: tuple[str, ...]
 def main() -> None:
     for value in (False, True):
         compile_kernel(kernels._load, "PADS", value, ("rows", "capacity"))
+        compile_kernel(kernels._load, "PADS", value, (), ("rows", "capacity"))
         compile_kernel(kernels._turn, "ADVANCES", value, ("stride", "capacity", "max_model_len"))
+        compile_kernel(kernels._turn, "ADVANCES", value, ("stride", "max_model_len"), ("capacity",))
 
 
 if __name__ == "__main__":
