@@ -15,7 +15,7 @@ from torch import Tensor
 BLOCK = 128
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _load(
     out_last: tl.tensor,
     out_step: tl.tensor,

@@ -84,6 +84,15 @@ class Loader:
             self.launches[key] = bound
         return True
 
+    def warm_up(self) -> None:
+        """Compile the kernel before a batch needs it: load one row of the buffers into themselves."""
+        _, _, ids, positions, starts, lens, idx, temperature, seeds, rejected, _ = self.written
+        if self.on_cuda:
+            from draftfuse.vllm._load_triton import launch_load
+
+            batch = (ids, positions, idx, seeds, lens, rejected, rejected)
+            launch_load(self.written, (*batch, starts, lens, temperature, seeds), 1, self.pads)
+
     def fits(self, read: tuple[Tensor, ...]) -> bool:
         """What holds for an address once and for all: rows next to each other, and a value for each state row."""
         device, whole = self.live.device, self.written[7].numel()

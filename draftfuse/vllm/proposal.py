@@ -116,6 +116,7 @@ class Proposal:
             self.joined = torch.zeros(rows, width, dtype=self.seen[0][1], device=spec.device)
         self.load = Loader(spec)
         self.turn = Turn(spec, self.load)
+        self.given: Given | None = None
         self.managers: dict[Any, Any] = {}  # by descriptor of the decode steps
         self.entries: dict[tuple[int, int], Entry | None] = {}
         self.reasons: set[str] = set()
@@ -130,7 +131,7 @@ class Proposal:
 
     def capture(self, given: Given) -> None:
         """One manager of vLLM's for each number of decode rows, on vLLM's memory pool."""
-        spec, (args, kwargs) = self.spec, given
+        spec, (args, kwargs), self.given = self.spec, given, given
         spec.input_buffers.seq_lens.fill_(1)
         for decode, found in self.pairs.items():
             manager = type(self.prefill)(spec.vllm_config, spec.device, self.prefill.cudagraph_mode, self.query_len)
@@ -140,6 +141,7 @@ class Proposal:
             manager.capture(whole, *args, **{**kwargs, "progress_bar_desc": "Capturing CUDA graphs of proposals"})
             self.managers[decode] = manager
             self.plan.captured += [f"{desc.num_reqs} requests, whole proposal" for desc in reversed(found)]
+        self.load.warm_up()
 
     def _whole(
         self, rows: int, row_tokens: int, reqs: int, tokens: int, metadata: Any, slots: Any, across: Any, mode: Any

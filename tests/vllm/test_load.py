@@ -141,6 +141,16 @@ def test_known_addresses_are_launched_without_another_look(launched: list[str]) 
     assert launched == ["first 2", "again 2", "first 1", "again 2", "first 2", "first 2"]
 
 
+def test_the_kernel_is_compiled_before_a_batch_needs_it(launched: list[str]) -> None:
+    loader = Loader(speculator())
+    loader.warm_up()
+    assert launched == []
+    loader.on_cuda = True
+    loader.warm_up()
+    assert launched == ["first 1"]
+    assert loader.launches == {}
+
+
 def test_the_table_of_launches_stays_small(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "MAX_LAUNCHES", 3)
     loader, given = Loader(speculator()), batch()
