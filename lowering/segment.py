@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from draftfuse.lowering.check import SchedulerCheck
 from draftfuse.lowering.inductor import compile_graph
 from draftfuse.lowering.partition import Segment
-from draftfuse.lowering.workarounds import materialise_boundaries
+from draftfuse.lowering.workarounds import work_around
 from draftfuse.passes import ir
 from draftfuse.passes.render import canonical
 
@@ -184,7 +184,7 @@ def decompose(extracted: Extracted, fake_mode: Any) -> fx.GraphModule:
     fakes = [ir.value(n) for n in extracted.inputs]
     with fake_mode:
         flat = make_fx(fx.Interpreter(extracted.module).run, decomposition_table=decomposition_table())(*fakes)
-    materialise_boundaries(flat.graph)
+    work_around(flat.graph)
     _append_stores(flat.graph, extracted.stored)
     flat.recompile()
     return flat

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +15,7 @@ from typer.testing import CliRunner
 
 import draftfuse
 from draftfuse.bench import cells as grid
-from draftfuse.bench import modes, tiny, together
+from draftfuse.bench import modes, tiny
 from draftfuse.bench.cells import Cell, all_cells, select, speculator_for, step_bytes
 from draftfuse.bench.layers import Experts
 from draftfuse.bench.measure import Profile, Timing, floor_ms, summarise, time_launch
@@ -30,7 +26,6 @@ from draftfuse.bench.runner import add_ratios, measure_cells
 from draftfuse.bench.span import Span, split_propose
 from draftfuse.bench.speculators import BenchSpeculator, MtpBlock
 from draftfuse.bench.table import load_cells, readme_table, terminal_table
-from draftfuse.bench.together import my_turn
 from draftfuse.bench.verdict import verdict
 from draftfuse.bench.workload import Workload, uniform_batch
 from draftfuse.errors import InvalidOptionError
@@ -402,45 +397,3 @@ def test_compile_time_is_split_into_stages() -> None:
     found = measure_compile("eagle-b", CPU, "triton", ks=(2,), capacities=(1, 2))
     assert found["builds"] == 2
     assert found["total_s"] >= found["trace_s"] + found["compile_s"] > 0
-
-
-def test_processes_measure_one_after_the_other(tmp_path: Path) -> None:
-    inside, most = [0], [0]
-
-    def one(name: str) -> None:
-        with my_turn(tmp_path, name, 3):
-            assert len(list(tmp_path.glob("*.ready"))) == 3, "measures before all have built"
-            inside[0] += 1
-            most[0] = max(most[0], inside[0])
-            time.sleep(0.05)
-            inside[0] -= 1
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(one, ("a", "b", "c")))
-    assert most == [1]
-
-
-def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "PATIENCE_SECONDS", 0.1)
-    with my_turn(tmp_path, "a", 2):
-        pass
-
-
-def test_a_process_that_dies_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(arguments: dict[str, Any], cache: str) -> Any:
-        folder, name, count = arguments["turn"]
-        waits = f"while len(list(p.glob('*.ready'))) < {count}: time.sleep(0.05)"
-        code = "raise SystemExit(3)" if name == "dead" else f"(p / '{name}.ready').touch()\n{waits}"
-        program = f"import time\nfrom pathlib import Path\np = Path({folder!r})\n{code}"
-        return subprocess.Popen([sys.executable, "-c", program])
-
-    monkeypatch.setattr(together, "start", start)
-    assert together.run_children({"dead": {}, "alive": {}}) == {"dead": 3, "alive": 0}
-
-
-def test_a_mode_that_is_left_out_says_why() -> None:
-    cell = Cell("draft-28", 1, 2, 64)
-    spec = speculator_for([cell], torch.device("cpu"), "triton")
-    (record,) = measure_cells(Workbench(spec, [1]), [cell], ["eager", "whole"], 1e9, lambda text: None, 4)
-    assert record["modes"]["whole"]["error"].startswith("left out: ")
-    assert "gpu_ms" in record["modes"]["eager"]
