@@ -2,12 +2,15 @@
 
 Usage: ``engine.py '{"method": "eagle3", "k": 3, "runs": ["as is", "split", "control"]}'``. ``cli`` is a compilation
 configuration that goes through vLLM's command-line parser. Runs: *as is*; *split*, vLLM's own loop in the same engine;
-*control*, the fused loop with its refresh switched off.
+*control*, the fused loop with its refresh switched off; *compiled*, the fused loop through Inductor. ``drawn`` names
+such runs again: there the last batch is proposed for ``draws`` times, with new seeds each time, and the tokens are
+told; *hot* is as is at thrice the temperature.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import sys
@@ -136,6 +139,8 @@ def spread(model: str, name: str, parameter: torch.Tensor) -> float:
     """Standard deviation of one parameter; the attention of the draft is sharp."""
     if "embed" in name:
         return 1.0
+    if "lm_head" in name:
+        return float(ASK.get("logits", 1.0)) * float(parameter.shape[-1]) ** -0.5
     sharp = {"qkv_proj": 2.0, "o_proj": 4.0} if "Eagle" in model else {}
     factor = next((value for part, value in sharp.items() if part in name), 1.0)
     return factor * float(parameter.shape[-1]) ** -0.5
@@ -145,19 +150,30 @@ def runner_of(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
-def watch(drafts: list[torch.Tensor], llm: Any) -> None:
-    """Keep what every proposal returned."""
-    if not V2:
-        return
-    speculator = runner_of(llm).speculator
-    propose = speculator.propose
+class Watch:
+    """Keeps what every proposal returned, and the arguments of the last one."""
 
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        result = propose(*args, **kwargs)
-        drafts.append(result.clone())
+    def __init__(self, llm: Any) -> None:
+        self.drafts: list[torch.Tensor] = []
+        self.last: dict[str, Any] = {}
+        if V2:
+            speculator = runner_of(llm).speculator
+            self.propose, speculator.propose = speculator.propose, self.kept
+
+    def kept(self, *args: Any, **kwargs: Any) -> Any:
+        self.last = inspect.signature(self.propose).bind(*args, **kwargs).arguments
+        result = self.propose(*args, **kwargs)
+        self.drafts.append(result.clone())
         return result
 
-    speculator.propose = kept
+    def draw(self, first_seed: int, heat: float) -> list[list[int]]:
+        """Propose for the last batch again and again, never with the same seed: tokens by draft step."""
+        drawn, rows = [], self.last["seeds"].numel()
+        for i in range(ASK["draws"]):
+            new = {"seeds": torch.arange(rows) + first_seed + i * rows, "temperature": self.last["temperature"] * heat}
+            drawn.append(self.propose(**self.last | new).clone())
+        tokens: list[list[int]] = torch.cat(drawn).T.tolist()
+        return tokens
 
 
 @contextmanager
@@ -169,14 +185,17 @@ def running(name: str, llm: Any) -> Iterator[None]:
         yield
         return
     speculator = runner_of(llm).speculator
-    before = record.build, record.update_slots, speculator._draftfuse_plan.fused
+    plan = speculator._draftfuse_plan
+    before = record.build, record.update_slots, plan.fused, plan.compiler
     if name == "split":
-        speculator._draftfuse_plan.fused = speculator.supports_decode_metadata_update = False
+        plan.fused = speculator.supports_decode_metadata_update = False
+    elif name == "compiled":
+        plan.compiler = "inductor"
     else:
         record.build, record.update_slots = without_refresh(record.build, record.update_slots)
     yield
-    record.build, record.update_slots, fused = before
-    speculator._draftfuse_plan.fused = speculator.supports_decode_metadata_update = fused
+    record.build, record.update_slots, fused, plan.compiler = before
+    plan.fused = speculator.supports_decode_metadata_update = fused
 
 
 def without_refresh(build: Callable[..., Any], update_slots: Callable[..., Any]) -> tuple[Any, Any]:
@@ -217,10 +236,11 @@ def generate(llm: Any) -> list[list[int]]:
 
     count = ASK.get("requests", 3)
     prompts = [{"prompt_token_ids": [(7 * i + 13 * j) % 500 + 5 for j in range(5 + 9 * i)]} for i in range(count)]
-    temperature, tokens = ASK.get("temperature", 0.0), ASK.get("tokens", 12)
+    temperature = ASK.get("temperature", 0.0)
+    lengths = [ASK.get("tokens", 12) + ASK.get("longer", 3) * i for i in range(count)]
     samplings = [
-        SamplingParams(max_tokens=tokens + 3 * i, temperature=temperature, seed=i, ignore_eos=True, detokenize=False)
-        for i in range(count)
+        SamplingParams(max_tokens=n, temperature=temperature, seed=i, ignore_eos=True, detokenize=False)
+        for i, n in enumerate(lengths)
     ]
     results = llm.generate(prompts, samplings, use_tqdm=False)
     return [list(result.outputs[0].token_ids) for result in results]
@@ -239,20 +259,25 @@ def main() -> None:
     count_markers(markers)
     vary_weights()
     llm = make_llm(root)
-    drafts: list[torch.Tensor] = []
-    watch(drafts, llm)
-    report: dict[str, Any] = {"runs": [one_run(name, llm, drafts) for name in ASK.get("runs", ["as is"])]}
+    watch = Watch(llm)
+    report: dict[str, Any] = {"runs": [one_run(name, llm, watch) for name in ASK.get("runs", ["as is"])]}
+    report["drawn"] = [one_draw(name, llm, watch, 10**6 * i) for i, name in enumerate(ASK.get("drawn", []))]
     report.update(told=explain(llm), markers=markers)
     print("RESULT " + json.dumps(report), flush=True)
 
 
-def one_run(name: str, llm: Any, drafts: list[torch.Tensor]) -> dict[str, Any]:
-    drafts.clear()
+def one_run(name: str, llm: Any, watch: Watch) -> dict[str, Any]:
+    watch.drafts.clear()
     with running(name, llm):
         outputs = generate(llm)
-    flat = [d.tolist() for d in drafts]
+    flat = [d.tolist() for d in watch.drafts]
     distinct = len({token for batch in flat for row in batch for token in row})
     return {"drafted": sha(flat), "proposals": len(flat), "distinct": distinct, "outputs": sha(outputs)}
+
+
+def one_draw(name: str, llm: Any, watch: Watch, first_seed: int) -> list[list[int]]:
+    with running("as is" if name == "hot" else name, llm):
+        return watch.draw(first_seed, 3.0 if name == "hot" else 1.0)
 
 
 if __name__ == "__main__":
