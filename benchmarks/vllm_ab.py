@@ -27,9 +27,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--k", type=int, default=7, help="speculative tokens")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16])
-    parser.add_argument(
-        "--variants", nargs="+", default=["shipped", "none"], help="of shipped, none, inductor, inductor_own_draw"
-    )
+    parser.add_argument("--variants", nargs="+", default=["shipped", "none", "one_graph"], help="see vllm_variants.py")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -167,7 +165,7 @@ def serve(llm: Any, variants: Any, names: list[str], args: argparse.Namespace) -
 def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
     """Median over rounds of each round's median, and the spread."""
     out: dict[str, Any] = {}
-    for name in rounds[0]:
+    for name in sorted(set.intersection(*map(set, rounds))):  # a whole proposal has no decode steps of its own
         values = [r[name] for r in rounds]
         out[f"{name}_ms"] = round(statistics.median(values), 4)
         out[f"{name}_spread_ms"] = [round(min(values), 4), round(max(values), 4)]
@@ -181,7 +179,7 @@ def changes(mine: dict[str, Any], names: list[str]) -> dict[str, dict[str, float
     base = mine["shipped"]
     keys = ("multi_step_ms", "propose_ms", "step_ms", "wall_ms")
     return {
-        name: {key: round((mine[name][key] / base[key] - 1) * 100, 1) for key in keys}
+        name: {key: round((mine[name][key] / base[key] - 1) * 100, 1) for key in keys if key in mine[name]}
         for name in names
         if name != "shipped"
     }
