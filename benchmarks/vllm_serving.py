@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=285, help="no round begins after this time")
     parser.add_argument("--dry", action="store_true", help="small, on a CPU")
     parser.add_argument("--out", type=Path, required=True, help="beginning of the result files' names")
-    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=Path, help="of engines that start side by side and measure in turn")
     return parser.parse_args()
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     if len(args.models) == 1:
         measure(args.models[0], args)
         return
-    lock = Path(tempfile.mkdtemp(prefix="vllm-serving-")) / "lock"
+    lock = args.lock or Path(tempfile.mkdtemp(prefix="vllm-serving-")) / "lock"
     lock.touch()
     given = [word for word in sys.argv[1:] if word not in ("--models", *VARIANTS)]
     commands = [[sys.executable, __file__, *given, "--models", name, "--lock", str(lock)] for name in args.models]

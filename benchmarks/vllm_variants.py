@@ -1,9 +1,9 @@
 """The variants of one engine's draft loop, the switch between them, and what is watched while they run.
 
-Variants: *shipped*, vLLM's own loop; *none* and *inductor*, the plug-in's decode steps with that compiler behind vLLM's
-own prefill; *inductor_own_draw*, the latter with vLLM's own argmax; *one_graph* and *inductor_one_graph*, whole proposals
-as one graph, which is what the plug-in does by itself; *no refresh*, the control: whole proposals, or decode steps, with
-the metadata of step 1, so its drafts must differ.
+Variants: *shipped*, vLLM's own loop; *none* and *inductor*, the plug-in's decode steps with that compiler behind
+vLLM's own prefill; *inductor_own_draw*, the latter with vLLM's own argmax; *one_graph* and *inductor_one_graph*, whole
+proposals as one graph, which is what the plug-in does by itself; *no refresh*, the control: whole proposals, or decode
+steps, with the metadata of step 1, so its drafts must differ.
 """
 
 from __future__ import annotations
