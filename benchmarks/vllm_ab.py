@@ -11,11 +11,13 @@ of every step are hashed: outputs alone prove nothing, verification returns the 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--k", type=int, default=7, help="speculative tokens")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16])
-    parser.add_argument(
-        "--variants", nargs="+", default=["shipped", "none"], help="of shipped, none, inductor, inductor_own_draw"
-    )
+    parser.add_argument("--variants", nargs="+", default=["shipped", "none", "one_graph"], help="see vllm_variants.py")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -38,6 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true", help="no plug-in at all, in a process of its own")
     parser.add_argument("--serve", type=int, default=0, help="requests of a mixed load, prefix caching on")
     parser.add_argument("--attention", help="attention backend, vLLM's choice by default")
+    parser.add_argument("--lock", type=Path, help="of engines that start side by side and measure in turn")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -57,7 +58,8 @@ def make_engine(root: Path, args: argparse.Namespace) -> Any:
         max_model_len=2048,
         max_num_seqs=max(args.requests),
         max_num_batched_tokens=2048,
-        gpu_memory_utilization=0.5,
+        gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=8 << 30,  # engines may start side by side
         enable_prefix_caching=args.serve > 0,
         disable_log_stats=True,
         seed=0,
@@ -167,7 +169,7 @@ def serve(llm: Any, variants: Any, names: list[str], args: argparse.Namespace) -
 def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
     """Median over rounds of each round's median, and the spread."""
     out: dict[str, Any] = {}
-    for name in rounds[0]:
+    for name in sorted(set.intersection(*map(set, rounds))):  # a whole proposal has no decode steps of its own
         values = [r[name] for r in rounds]
         out[f"{name}_ms"] = round(statistics.median(values), 4)
         out[f"{name}_spread_ms"] = [round(min(values), 4), round(max(values), 4)]
@@ -181,7 +183,7 @@ def changes(mine: dict[str, Any], names: list[str]) -> dict[str, dict[str, float
     base = mine["shipped"]
     keys = ("multi_step_ms", "propose_ms", "step_ms", "wall_ms")
     return {
-        name: {key: round((mine[name][key] / base[key] - 1) * 100, 1) for key in keys}
+        name: {key: round((mine[name][key] / base[key] - 1) * 100, 1) for key in keys if key in mine[name]}
         for name in names
         if name != "shipped"
     }
@@ -190,9 +192,16 @@ def changes(mine: dict[str, Any], names: list[str]) -> dict[str, dict[str, float
 def main() -> None:
     args = arguments()
     os.environ["DRAFTFUSE_VLLM"] = "0" if args.plain else "1"
-    started = time.time()
     if not args.plain:
         load_plugin()
+    with open(args.lock or __file__) as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        run(args, lambda: fcntl.flock(lock, fcntl.LOCK_EX))
+
+
+def run(args: argparse.Namespace, wait: Callable[[], None]) -> None:
+    """Start the engine, wait until the device is free, measure, and write the file."""
+    started = time.time()
     root = Path(tempfile.mkdtemp(prefix="vllm-ab-"))
     make_models(root, args.hidden, args.layers)
     llm = make_engine(root, args)
@@ -202,12 +211,14 @@ def main() -> None:
     names = ["shipped"] if args.plain else args.variants
     watch = Watch(llm, runner.speculator)
     ready = time.time() - started
+    wait()
+    begin = time.time()
     results = measure(llm, watch, variants, names, args)
     if args.serve:
         results["serve"] = serve(llm, variants, names, args)
     told = "" if args.plain else variants.plan.explain()
-    settings = {key: str(value) for key, value in vars(args).items() if key != "out"}
-    seconds = {"ready": round(ready), "all": round(time.time() - started)}
+    settings = {key: str(value) for key, value in vars(args).items() if key not in ("out", "lock")}
+    seconds = {"ready": round(ready), "measured": round(time.time() - begin)}
     report = {**environment(), "settings": settings, "seconds": seconds, "results": results, "explain": told}
     text = json.dumps(report, indent=1)
     if args.out:

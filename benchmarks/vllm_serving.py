@@ -31,7 +31,7 @@ from vllm_models import ROOT, environment, load_plugin, make_models, runner_of, 
 from vllm_variants import Switched, Variants, Watch, different, sha
 
 STARTED = time.time()
-VARIANTS = {"tiny": ["shipped", "none", "inductor"], "random": ["shipped", "none"]}
+VARIANTS = {"tiny": ["shipped", "one_graph", "inductor_one_graph"], "random": ["shipped", "one_graph"]}
 HEAD = (
     "| model | temperature | concurrency | variant | ITL shipped, ms | ITL, ms | change | acceptance shipped, % "
     "| acceptance, % | ITL x accepted length | drafts equal | outputs equal |\n|" + " --- |" * 12
@@ -46,12 +46,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=96, help="of each request")
-    parser.add_argument("--variants", nargs="+", help="of shipped, none, inductor, no refresh")
+    parser.add_argument("--variants", nargs="+", help="see vllm_variants.py")
     parser.add_argument("--draft-sample", choices=["probabilistic", "greedy"], default="probabilistic")
     parser.add_argument("--seconds", type=float, default=285, help="no round begins after this time")
     parser.add_argument("--dry", action="store_true", help="small, on a CPU")
     parser.add_argument("--out", type=Path, required=True, help="beginning of the result files' names")
-    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=Path, help="of engines that start side by side and measure in turn")
     return parser.parse_args()
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     if len(args.models) == 1:
         measure(args.models[0], args)
         return
-    lock = Path(tempfile.mkdtemp(prefix="vllm-serving-")) / "lock"
+    lock = args.lock or Path(tempfile.mkdtemp(prefix="vllm-serving-")) / "lock"
     lock.touch()
     given = [word for word in sys.argv[1:] if word not in ("--models", *VARIANTS)]
     commands = [[sys.executable, __file__, *given, "--models", name, "--lock", str(lock)] for name in args.models]

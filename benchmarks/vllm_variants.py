@@ -1,8 +1,9 @@
 """The variants of one engine's draft loop, the switch between them, and what is watched while they run.
 
-Variants: *shipped*, vLLM's own loop; *none* and *inductor*, the plug-in's with that compiler; *inductor_own_draw*, the
-latter with vLLM's own argmax; *no refresh*, the control: the plug-in's with the metadata of step 1, so its drafts must
-differ.
+Variants: *shipped*, vLLM's own loop; *none* and *inductor*, the plug-in's decode steps with that compiler behind
+vLLM's own prefill; *inductor_own_draw*, the latter with vLLM's own argmax; *one_graph* and *inductor_one_graph*, whole
+proposals as one graph, which is what the plug-in does by itself; *no refresh*, the control: whole proposals, or decode
+steps, with the metadata of step 1, so its drafts must differ.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Switched:
 
     def use(self, name: str) -> None:
         self.plan.fused = self.spec.supports_decode_metadata_update = name != "shipped"
-        self.plan.compiler = "inductor" if name == "inductor" else "none"
+        self.plan.compiler = "inductor" if name.startswith("inductor") else "none"
 
 
 class Variants:
@@ -45,13 +46,33 @@ class Variants:
     def __init__(self, spec: Any, names: list[str]) -> None:
         self.spec, self.plan = spec, fused_plan(spec)
         self.managers = {"none": spec.decode_cudagraph_manager}
+        self.proposals = {"one_graph": self.plan.proposal}
         for name in names:
-            if name not in self.managers:
-                self.managers[name] = self._captured(name)
+            if base(name) not in self.managers:
+                self.managers[base(name)] = self._captured(base(name))
+            if name == "no refresh" or (name.endswith("one_graph") and name not in self.proposals):
+                self.proposals[name] = self._proposal(base(name))
 
     def use(self, name: str) -> None:
-        self.spec.decode_cudagraph_manager = self.managers[name]
+        self.spec.decode_cudagraph_manager = self.managers[base(name)]
         self.plan.fused = name != "shipped"
+        self.plan.proposal = self.proposals.get(name)
+
+    def _proposal(self, name: str) -> Any:
+        """Whole proposals around the decode steps of variant ``name``; None where the plug-in captured none."""
+        import torch
+        from vllm.config import set_current_vllm_config
+
+        from draftfuse.vllm.proposal import Proposal
+
+        first = self.proposals["one_graph"]
+        if first is None:
+            return None
+        self.spec.decode_cudagraph_manager = self.managers[name]
+        with set_current_vllm_config(self.spec.vllm_config), self._function(name), torch.inference_mode():
+            proposal = Proposal(self.spec, self.plan)
+            proposal.capture(first.given)
+        return proposal
 
     def _captured(self, name: str) -> Any:
         from vllm.config import set_current_vllm_config
@@ -88,6 +109,11 @@ class Variants:
         with patch.worst_case_length(self.spec), refresh_off(name == "no refresh"):
             yield partial(patch._whole_loop, self.spec, self.plan)
         self.plan.compiler, compiled.FUSE_DRAW = before, True
+
+
+def base(name: str) -> str:
+    """The variant whose decode steps ``name`` runs."""
+    return "none" if name == "one_graph" else name.removesuffix("_one_graph")
 
 
 @contextmanager

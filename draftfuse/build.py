@@ -77,7 +77,10 @@ def traced_loop(
     descriptor: Descriptor,
     settings: Settings,
 ) -> Trace:
-    """The trace of all steps: of a few, extended, where the rest repeat them and the loop has no collectives."""
+    """The trace of all steps: of a few, extended, where the rest repeat them and the loop has no collectives.
+
+    They are seen to repeat at the descriptor's rows, whatever number of rows ``args`` traces with.
+    """
     k = descriptor.num_steps
     if not settings.copy_steps or k <= TRACED_STEPS or descriptor.kind == PREFILL or is_parallel():
         return trace(function, args, symbolic)
@@ -85,7 +88,7 @@ def traced_loop(
     traced = trace(function, (*front, TRACED_STEPS, tap), symbolic)
     try:
         extend(traced, k)
-        different = steps_differ(function, args)
+        different = steps_differ(function, (args[0], descriptor.num_reqs, *args[2:]))
     except Irregular as reason:
         different = str(reason)
     if different is None:

@@ -71,7 +71,8 @@ class Runners:
         self._emissions: dict[tuple[str, int, int | None], Emission] = {}
         self._scalars: dict[int, ScalarGuards] = {}  # by the emission's id, which _emissions keeps alive
         self._guarded: dict[tuple[Any, ...], Runner] = {}
-        self._copied: set[tuple[str, int]] = set()  # symbolic builds of which some steps were not traced
+        # For symbolic builds of which some steps were not traced: the capacities at which those were seen to repeat.
+        self._repeating: dict[tuple[str, int], set[int]] = {}
 
     def get(self, descriptor: Descriptor) -> Runner:
         """The runner of ``descriptor``; building it leaves inputs and slots as they were."""
@@ -102,7 +103,7 @@ class Runners:
 
     def clear(self) -> None:
         """Drop every graph and all code."""
-        for store in (self.made, self._emissions, self._guarded, self._copied):
+        for store in (self.made, self._emissions, self._guarded, self._repeating):
             store.clear()
 
     def _on_dummies(self, descriptor: Descriptor, make: Callable[[], Runner]) -> Runner:
@@ -222,16 +223,20 @@ class Runners:
         if capacity > 1:
             hint = max(2, self.ladder.capacities[-1] - 1)
             emission = self._build(descriptor, None, hint)
-            if emission.guards_hold(capacity) and self._repeats_at(descriptor, capacity, hint):
+            if emission.guards_hold(capacity) and self._repeats(descriptor):
                 return emission
         return self._build(descriptor, capacity, hint=capacity)
 
-    def _repeats_at(self, descriptor: Descriptor, capacity: int, hint: int) -> bool:
-        """Whether copied steps stand for the loop at ``capacity`` too: Python may compare the rows with the step."""
-        if capacity == hint or (descriptor.kind, descriptor.num_steps) not in self._copied:
+    def _repeats(self, descriptor: Descriptor) -> bool:
+        """Whether copied steps stand for the loop at this capacity too: Python may compare the rows with the step."""
+        seen = self._repeating.get((descriptor.kind, descriptor.num_steps))
+        if seen is None or descriptor.num_reqs in seen:
             return True
         function, args = loop_of(descriptor)
-        return steps_differ(function, (self.spec, capacity, *args[1:], None)) is None
+        if steps_differ(function, (self.spec, *args, None)) is not None:
+            return False
+        seen.add(descriptor.num_reqs)
+        return True
 
     def _build(self, descriptor: Descriptor, num_reqs: int | None, hint: int) -> Emission:
         key = (descriptor.kind, descriptor.num_steps, num_reqs)
@@ -243,7 +248,7 @@ class Runners:
             self.report.external = sorted({*self.report.external, *external_reads(self.spec, emission)})
             self.report.builds.append(report)
             if num_reqs is None and report.copied_steps:
-                self._copied.add((descriptor.kind, descriptor.num_steps))
+                self._repeating[descriptor.kind, descriptor.num_steps] = {descriptor.num_reqs}
             self._emissions[key] = emission  # last: whoever is interrupted before builds again
         return self._emissions[key]
 

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from draftfuse.passes import ir
 
-Entry = tuple[Any, ...]
+Entry = tuple[Any, list[Any]]  # an operator, and its arguments in words
 LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
 
 
@@ -30,7 +29,9 @@ class Path:
 
     def __init__(self) -> None:
         self.places: list[tuple[int, int]] = []
-        self._codes: list[Any] = []  # alive, so that ids stay unique
+        self._codes: dict[
+            int, tuple[Any, bool]
+        ] = {}  # by id: the code, alive so that ids stay unique; if it is the user's
         self._before: Any = None
         self._collects = True
 
@@ -47,9 +48,11 @@ class Path:
 
     def _call(self, frame: Any, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if ir.is_own_file(code.co_filename) or code.co_filename.startswith(("<", LIBRARY)):
+        if id(code) not in self._codes:
+            own = ir.is_own_file(code.co_filename) or code.co_filename.startswith(("<", LIBRARY))
+            self._codes[id(code)] = code, not own
+        if not self._codes[id(code)][1]:
             return None
-        self._codes.append(code)
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._opcode
 
@@ -71,22 +74,22 @@ class StepLog(TorchDispatchMode):
         self.drawn: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves, structure = tree_flatten((args, kwargs or {}))
+        kwargs = kwargs or {}
         describe = _constant if func is torch.ops.aten.lift_fresh.default else self._describe
-        described = tuple(map(describe, leaves))
-        result = func(*args, **(kwargs or {}))
-        for slot, leaf in enumerate(tree_leaves(result)):
-            if isinstance(leaf, Tensor) and leaf not in self.made and not any(leaf is a for a in leaves):
-                self.made[leaf] = (len(self.entries), slot)
-        self.entries.append((func, structure, described))
+        described = [*map(describe, args), *((name, describe(value)) for name, value in kwargs.items())]
+        result = func(*args, **kwargs)
+        given = [item for arg in (*args, *kwargs.values()) for item in _items(arg)]
+        for slot, item in enumerate(_items(result)):
+            if isinstance(item, Tensor) and item not in self.made and not any(item is g for g in given):
+                self.made[item] = (len(self.entries), slot)
+        self.entries.append((func, described))
         return result
 
-    def _describe(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if leaf in self.made:
-            return _Made(*self.made[leaf])
-        return ("memory", leaf.data_ptr(), tuple(leaf.shape), leaf.stride(), leaf.dtype)
+    def _describe(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            made = self.made.get(arg)
+            return _memory(arg) if made is None else _Made(*made)
+        return [*map(self._describe, arg)] if isinstance(arg, (list, tuple)) else arg
 
     def tap(self, name: str, step: int, value: Tensor) -> None:
         """The tap that the loop calls with each value."""
@@ -96,9 +99,18 @@ class StepLog(TorchDispatchMode):
         self.ends[step] = here
 
 
-def _constant(leaf: Any) -> Any:
-    """A tensor that Python just made of numbers: its value, for it is at another address each time."""
-    return ("constant", repr(leaf.tolist())) if isinstance(leaf, Tensor) and leaf.numel() <= 64 else leaf
+def _items(arg: Any) -> Any:
+    return arg if isinstance(arg, (list, tuple)) else (arg,)
+
+
+def _memory(tensor: Tensor) -> str:
+    """The place of a tensor that is older than the log."""
+    return f"memory {tensor.data_ptr()} {tuple(tensor.shape)} {tensor.stride()} {tensor.dtype}"
+
+
+def _constant(tensor: Tensor) -> str:
+    """A tensor that Python just made of numbers: its value where it is small, for its address is another each time."""
+    return f"constant {tensor.tolist()} {tensor.dtype}" if tensor.numel() <= 64 else f"constant {id(tensor)}"
 
 
 class _Made(tuple[int, int]):
@@ -159,24 +171,20 @@ class _Step:
 
     def follows(self, first: _Step, second: _Step) -> bool:
         """Whether this is what ``first`` and ``second``, steps 2 and 3, lead to here."""
-        if not (len(self.entries) == len(first.entries) == len(second.entries)):
+        if not self.path == first.path == second.path:
             return False
-        if self.path != second.path or self.path != first.path:
-            return False
-        rows = zip(self.entries, first.entries, second.entries, strict=True)
         mine, a, b = (s.log.drawn[s.step] for s in (self, first, second))
-        return all(self._follows(*row, second) for row in rows) and self._leaf_follows(mine, a, b, second)
+        drawn = self._follows(mine, a, b, second)
+        return drawn and self._follows(self.entries, first.entries, second.entries, second)
 
-    def _follows(self, mine: Entry, a: Entry, b: Entry, second: _Step) -> bool:
-        if not (mine[:2] == a[:2] == b[:2]):
-            return False
-        return all(self._leaf_follows(m, x, y, second) for m, x, y in zip(mine[2], a[2], b[2], strict=True))
-
-    def _leaf_follows(self, mine: Any, a: Any, b: Any, second: _Step) -> bool:
+    def _follows(self, mine: Any, a: Any, b: Any, second: _Step) -> bool:
         if isinstance(mine, _Made) and isinstance(b, _Made):
             return self._place(mine) == second._place(b)
-        if type(mine) is not type(b) or type(a) is not type(b):
+        if not type(mine) is type(a) is type(b):
             return False
+        if isinstance(mine, (list, tuple)):
+            same_length = len(mine) == len(a) == len(b)
+            return same_length and all(self._follows(*row, second) for row in zip(mine, a, b, strict=True))
         if isinstance(mine, int) and not isinstance(mine, bool):
             return bool(mine - b == (b - a) * (self.step - 3))
         if isinstance(mine, (float, complex)):

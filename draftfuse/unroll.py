@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 from draftfuse.environment import first_line
 from draftfuse.passes import ir
+from draftfuse.passes.memory import geometry
 from draftfuse.trace import Trace
 
 TRACED_STEPS = 5  # draft tokens of the short loop: step 1, two that must agree, the last one, and token 0
@@ -50,6 +52,7 @@ class _Template:
     nodes: list[fx.Node]
     args: list[Any]
     without_advance: int  # how many of the nodes a last step has
+    steady: set[int]  # nodes whose value has the same geometry in steps 2 and 3
 
 
 def extend(traced: Trace, k: int) -> None:
@@ -75,12 +78,14 @@ def _extend(traced: Trace, k: int) -> None:
     template = _template(steps)
     tail = [n for n in traced.graph.nodes if ir.phase(n) == "store"]
     first, place = _tokens(steps, tail)
-    made = dict(steps)
+    last = _Copied(steps[3], set(range(len(template.nodes))))
+    tokens = [first, steps[2][place], steps[3][place]]
     with traced.fake_mode, traced.graph.inserting_before(steps[LAST][0]):
         for step in range(LAST, k):
             length = template.without_advance if step == k - 1 else len(template.nodes)
-            made[step] = _copy(traced, template, made, step, length)
-    _extend_tail(traced, tail, [first, *(made[step][place] for step in range(2, k))], k)
+            last = _copy(traced, template, last, step, length)
+            tokens.append(last.nodes[place])
+    _extend_tail(traced, tail, tokens, k)
     for node in reversed(steps[LAST]):
         traced.graph.erase_node(node)
     ir.eliminate_dead_code(traced.graph)
@@ -101,7 +106,14 @@ def _template(steps: dict[int, list[fx.Node]]) -> _Template:
         if not _is_like(a, b):
             raise Irregular(f"step 3 calls {b.target} where step 2 calls {a.target}")
         args.append(_common((a.args, a.kwargs), (b.args, b.kwargs), index))
-    return _Template(nodes, args, advances.count(False))
+    steady = {i for i, pair in enumerate(zip(before, nodes, strict=True)) if _has_one_geometry(*pair)}
+    return _Template(nodes, args, advances.count(False), steady)
+
+
+def _has_one_geometry(a: fx.Node, b: fx.Node) -> bool:
+    if ir.is_tensor(a) and ir.is_tensor(b):
+        return geometry(ir.value(a)) == geometry(ir.value(b))
+    return ir.is_number(a) and ir.is_number(b) and ir.expression(ir.value(a)) == ir.expression(ir.value(b))
 
 
 def _is_like(a: fx.Node, b: fx.Node) -> bool:
@@ -147,27 +159,63 @@ def _tokens(steps: dict[int, list[fx.Node]], tail: Sequence[fx.Node]) -> tuple[f
     raise Irregular("the drafted tokens are not stored together")
 
 
-def _copy(trace: Trace, template: _Template, made: dict[int, list[fx.Node]], step: int, length: int) -> list[fx.Node]:
+@dataclass
+class _Copied:
+    """Nodes of one step in order, and which of them have the type and geometry of the template's."""
+
+    nodes: list[fx.Node]
+    alike: set[int]
+
+
+def _copy(trace: Trace, template: _Template, before: _Copied, step: int, length: int) -> _Copied:
     """Step ``step`` of the template's first ``length`` nodes, with fake values of its own."""
-    copies: list[fx.Node] = []
-    places = {0: copies, 1: made[step - 1]}
+    here = _Copied([], set())
+    places = {0: here, 1: before}
 
     def at(argument: Any) -> Any:
         if isinstance(argument, _Place):
-            return places[argument.steps_back][argument.index]
+            return places[argument.steps_back].nodes[argument.index]
         if isinstance(argument, _Number):
             return argument.value + argument.slope * (step - 3)
         if isinstance(argument, dict):
             return {name: at(value) for name, value in argument.items()}
         return type(argument)(map(at, argument)) if isinstance(argument, (list, tuple)) else argument
 
-    for node, given in zip(template.nodes[:length], template.args, strict=False):
+    def is_alike(argument: Any) -> bool:
+        if isinstance(argument, _Place):
+            known = places[argument.steps_back].alike
+            return argument.index in (known if argument.steps_back == 0 else known & template.steady)
+        if isinstance(argument, (list, tuple, dict)):
+            return all(map(is_alike, argument.values() if isinstance(argument, dict) else argument))
+        return not (isinstance(argument, _Number) and argument.slope)
+
+    for index, (node, given) in enumerate(zip(template.nodes[:length], template.args, strict=False)):
         args, kwargs = at(given)
         copy = trace.graph.create_node(node.op, node.target, args, kwargs)
         copy.meta = {**node.meta, "draft_step": step}
-        copy.meta["val"] = evaluate(copy)
-        copies.append(copy)
-    return copies
+        if is_alike(given):
+            here.alike.add(index)
+            copy.meta["val"] = _value_like(node, copy, trace.fake_mode)
+        else:
+            copy.meta["val"] = evaluate(copy)
+        here.nodes.append(copy)
+    return here
+
+
+def _value_like(node: fx.Node, copy: fx.Node, mode: FakeTensorMode) -> Any:
+    """The fake value of ``copy``, a call with arguments of the same geometry as those of ``node``.
+
+    Evaluating costs a millisecond a call where sizes are symbolic; a fresh value differs in its memory alone.
+    """
+    val = ir.value(node)
+    bases = [a for a in node.all_input_nodes if not ir.storages(a).isdisjoint(ir.storages(node))]
+    if ir.is_number(node) or (bases and all(b in copy.all_input_nodes for b in bases)):
+        return val  # a view of what stands outside the steps
+    if not isinstance(val, FakeTensor) or bases:
+        return evaluate(copy)
+    with in_kernel_invocation_manager(mode):
+        memory = torch._lazy_clone(val)  # the same sizes and strides on another storage
+    return FakeTensor(mode, memory, val.fake_device) if geometry(memory) == geometry(val) else evaluate(copy)
 
 
 def evaluate(node: fx.Node) -> Any:

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from draftfuse.lowering.check import SchedulerCheck
 from draftfuse.lowering.inductor import compile_graph
 from draftfuse.lowering.partition import Segment
-from draftfuse.lowering.workarounds import materialise_boundaries
+from draftfuse.lowering.workarounds import work_around
 from draftfuse.passes import ir
 from draftfuse.passes.render import canonical
 
@@ -37,14 +37,16 @@ class Extracted:
     nodes: list[fx.Node] = field(default_factory=list)  # of the outer graph, in the order of the copies
     suffix: str = ""  # of the text that the key is made of
     key: str = ""
+    text: str = ""
 
     def __post_init__(self) -> None:
-        self.key = hashlib.sha256(f"{canonical(self.module.graph)}{self.suffix}".encode()).hexdigest()
+        self.text = canonical(self.module.graph)
+        self.key = hashlib.sha256(f"{self.text}{self.suffix}".encode()).hexdigest()
 
     @property
     def body(self) -> str:
         """The text of what it computes and stores, whatever it returns."""
-        lines = canonical(self.module.graph).splitlines()[:-1]
+        lines = self.text.splitlines()[:-1]
         return "\n".join([*lines, self.suffix])
 
     def returning(self, outputs: Sequence[int]) -> Extracted:
@@ -182,7 +184,7 @@ def decompose(extracted: Extracted, fake_mode: Any) -> fx.GraphModule:
     fakes = [ir.value(n) for n in extracted.inputs]
     with fake_mode:
         flat = make_fx(fx.Interpreter(extracted.module).run, decomposition_table=decomposition_table())(*fakes)
-    materialise_boundaries(flat.graph)
+    work_around(flat.graph)
     _append_stores(flat.graph, extracted.stored)
     flat.recompile()
     return flat

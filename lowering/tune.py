@@ -7,8 +7,10 @@ once (each replaces the file whole).
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -29,8 +31,11 @@ def choose(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) 
 
     known, key = _load(device), f"{outputs}x{inputs}x{dtype}"
     if key not in known:
-        known = _load(device) | {key: measure(outputs, inputs, dtype, device)}
-        _save(device, known)
+        with _alone(device):
+            known = _load(device)  # another process may have measured this shape while this one waited
+            if key not in known:
+                known |= {key: measure(outputs, inputs, dtype, device)}
+                _save(device, known)
     best = known[key]
     if best == VENDOR:
         return False
@@ -77,6 +82,16 @@ def graph_time(call: Callable[[Tensor], object], weights: Sequence[Tensor]) -> f
         end.synchronize()
         samples.append(start.elapsed_time(end) / CALLS)
     return float(median(samples))
+
+
+@contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """Processes that share this cache measure one after the other."""
+    file = _file(device).with_suffix(".lock")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _file(device: torch.device) -> Path:

@@ -27,7 +27,7 @@ from draftfuse.lowering.effects import OWN_NAMESPACES
 from draftfuse.lowering.generated import register_wrapper
 from draftfuse.lowering.inductor import compile_graph
 from draftfuse.lowering.segment import Compiled, Extracted, decomposition_table
-from draftfuse.lowering.workarounds import materialise_boundaries
+from draftfuse.lowering.workarounds import work_around
 from draftfuse.passes import ir
 
 OPTIONS: dict[str, Any] = {"reorder_for_locality": False}
@@ -84,7 +84,7 @@ def compile_whole(extracted: Extracted, fake_mode: Any, options: dict[str, Any])
         with fake_mode:
             flat = make_fx(fx.Interpreter(extracted.module).run, decomposition_table=decomposition_table())(*fakes)
         ir.undo_renames(flat.graph)
-        materialise_boundaries(flat.graph)
+        work_around(flat.graph)
         flat.graph.output_node().args = ((),)
         flat.recompile()
         values = [ir.value(n) for n in ir.placeholders(flat.graph)]

@@ -12,6 +12,7 @@ from torch import fx
 from draftfuse.passes import ir
 
 aten = torch.ops.aten
+HALF_UNIT = 128  # a half of a paired input is a multiple of this, so that no tile lies across both
 Applies = Callable[[fx.Node], bool]
 
 
@@ -25,7 +26,9 @@ def fuse_small_linears(graph: fx.Graph, *, applies: Applies) -> int:
 
     With one to four rows a product only streams its weights, and every small kernel around it costs about as much as
     the gap in front of it. An RMS norm in front, a SwiGLU or a residual sum behind are taken along where the product is
-    their only user. Last of all passes: it looks for the shapes that models write, and nothing after it reads them.
+    their only user, and so is an argmax behind an output head. An embedding and a hidden state that are normed and put
+    side by side, as EAGLE-3 heads and MTP blocks do, are read where they lie. Last of all passes: it looks for the
+    shapes that models write, and nothing after it reads them.
 
     Before::
 
@@ -56,16 +59,77 @@ class _Norm:
 
 
 def _rewrite(graph: fx.Graph, product: fx.Node, weight: fx.Node) -> None:
-    norm = _norm_in_front(product.args[0])
     gated = _swiglu_behind(product)
+    if gated is None and (pair := _pair_in_front(product.args[0])) is not None:
+        op = torch.ops.draftfuse.small_linear_pair.default
+        _replace(graph, product, op, (*pair.front, pair.second.x, weight, *pair.gains, pair.second.epsilon), product)
+        return
+    norm = _norm_in_front(product.args[0])
+    inputs = (norm.x, weight, norm.gain, norm.epsilon) if norm else (product.args[0], weight, None, 0.0)
+    picked = _argmax_behind(product)
+    if picked is not None:
+        _replace(graph, picked, torch.ops.draftfuse.small_linear_argmax.default, inputs, product)
+        return
     last = gated or product
     total, residual = _residual_behind(last)
-    x, gain, epsilon = (norm.x, norm.gain, norm.epsilon) if norm else (product.args[0], None, 0.0)
-    replaced = total or last
-    with graph.inserting_before(replaced):
-        args = (x, weight, gain, epsilon, gated is not None, residual)
-        new = ir.call(graph, torch.ops.draftfuse.small_linear.default, args, {}, product)
-    replaced.replace_all_uses_with(new)
+    args = (*inputs, gated is not None, residual)
+    _replace(graph, total or last, torch.ops.draftfuse.small_linear.default, args, product)
+
+
+def _replace(graph: fx.Graph, old: fx.Node, op: Any, args: tuple[Any, ...], like: fx.Node) -> None:
+    with graph.inserting_before(old):
+        old.replace_all_uses_with(ir.call(graph, op, args, {}, like))
+
+
+@dataclass
+class _Pair:
+    front: tuple[fx.Node, fx.Node | None]  # rows, or a table and the index of its rows
+    second: _Norm
+    gains: tuple[fx.Node, fx.Node]
+
+
+def _pair_in_front(node: Any) -> _Pair | None:
+    """Two normed halves side by side, of one width and epsilon."""
+    if not isinstance(node, fx.Node) or node.target is not aten.cat.default or len(node.users) != 1:
+        return None
+    halves, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+    if dim not in (1, -1) or not isinstance(halves, (list, tuple)) or len(halves) != 2:
+        return None
+    first, second = map(_norm_in_front, halves)
+    if first is None or second is None or first.epsilon != second.epsilon:
+        return None
+    a, b = ir.value(first.x), ir.value(second.x)
+    if a.shape[1] != b.shape[1] or a.shape[1] % HALF_UNIT or a.dtype != b.dtype:
+        return None
+    return _Pair(_rows_of_table(first.x), second, (first.gain, second.gain))
+
+
+def _rows_of_table(rows: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """The table and the index behind an embedding lookup; the rows themselves where they come from elsewhere."""
+    if rows.target is not aten.embedding.default:
+        return rows, None
+    table, index = rows.args[:2]
+    assert isinstance(table, fx.Node)
+    assert isinstance(index, fx.Node)
+    is_plain = ir.root(table).op == "placeholder" and ir.value(table).is_contiguous() and ir.value(index).dim() == 1
+    return (table, _before_narrowing(index)) if is_plain else (rows, None)
+
+
+def _before_narrowing(index: fx.Node) -> fx.Node:
+    """The int64 index that an int32 one is made from: every row of a table has the same number in both."""
+    if index.target is not aten._to_copy.default:
+        return index
+    source = index.args[0]
+    assert isinstance(source, fx.Node)
+    same_device = ir.value(source).device == ir.value(index).device
+    return source if same_device and ir.value(source).dtype is torch.int64 else index
+
+
+def _argmax_behind(product: fx.Node) -> fx.Node | None:
+    """The index of the largest value of each row, where nothing else reads the product."""
+    user = _only_user(product)
+    found = user is not None and user.target is aten.argmax.default and tuple(user.args[1:]) in ((-1,), (1,))
+    return user if found and user is not None and not user.kwargs else None
 
 
 def _transposed(node: Any) -> fx.Node | None:

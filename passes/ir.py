@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
 from draftfuse.errors import SourceLine
 
 ALIGNMENT = 16  # bytes that Inductor's kernels assume of their inputs
-FUNCTIONAL_OPERATORS = frozenset({"draftfuse::small_linear"})
+_SMALL = "draftfuse::small_linear"
+FUNCTIONAL_OPERATORS = frozenset({_SMALL, f"{_SMALL}_argmax", f"{_SMALL}_pair", "draftfuse::sort"})
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<text>[^\n]*)')
 
 
@@ -100,13 +102,22 @@ def nodes_in(arg: Any) -> list[fx.Node]:
 
 def written(node: fx.Node) -> list[fx.Node]:
     """Arguments that ``node`` writes, by its schema; a higher-order operator has none, and may write all of them."""
-    if isinstance(node.target, OperatorBase) and schema_of(node) is None:
-        return list(node.all_input_nodes)
-    out: list[fx.Node] = []
-    for arg, given in arguments(node):
-        if arg.alias_info is not None and arg.alias_info.is_write:
-            out.extend(nodes_in(given))
-    return out
+    if isinstance(node.target, OpOverload):
+        places = _written_places(node.target)
+        given = [_argument(node, *place) for place in places]
+        return [found for arg in given for found in nodes_in(arg)]
+    return list(node.all_input_nodes) if isinstance(node.target, OperatorBase) else []
+
+
+@cache
+def _written_places(op: OpOverload) -> list[tuple[int, str]]:
+    """Position and name of each argument that ``op`` writes."""
+    arguments = enumerate(op._schema.arguments)
+    return [(i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write]
+
+
+def _argument(node: fx.Node, index: int, name: str) -> Any:
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name)
 
 
 def is_mutation(node: fx.Node) -> bool:

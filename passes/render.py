@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,6 +83,15 @@ def render_arg(arg: Any, names: dict[fx.Node, str]) -> str:
 def render_type(val: Any, layout: bool) -> str:
     """``: f32[4, 8]``; with ``layout`` strides, device and the bytes that it starts behind a 16-byte word too."""
     if isinstance(val, Tensor):
-        text = f": {_SHORT.get(val.dtype, str(val.dtype).removeprefix('torch.'))}[{', '.join(map(str, val.shape))}]"
-        return f"{text}{tuple(map(str, val.stride()))}@{val.device}+{ir.misalignment(val)}" if layout else text
+        text = f": {_SHORT.get(val.dtype, str(val.dtype).removeprefix('torch.'))}[{', '.join(map(_size, val.shape))}]"
+        return f"{text}{tuple(map(_size, val.stride()))}@{val.device}+{ir.misalignment(val)}" if layout else text
     return f": {type(val).__name__}" if val is not None and not isinstance(val, (list, tuple)) else ""
+
+
+def _size(number: Any) -> str:
+    return _printed(ir.expression(number))
+
+
+@cache
+def _printed(expression: Any) -> str:
+    return str(expression)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,13 +21,15 @@ from draftfuse.bench.compile_time import measure_compile
 from draftfuse.bench.measure import REPEATS, copy_bandwidth
 from draftfuse.bench.modes import DEFAULT_MODES, MODES, Workbench
 from draftfuse.bench.results import Results, device_slug
-from draftfuse.bench.runner import measure_cells
+from draftfuse.bench.runner import build_groups, measure_groups
 from draftfuse.bench.table import load_cells, readme_table, terminal_table, tiny_table
 from draftfuse.bench.tiny import measure_tiny
+from draftfuse.bench.together import my_turn, run_children, start
 from draftfuse.bench.verdict import verdict
 from draftfuse.environment import check_device
 from draftfuse.validate import check_option
 
+Turn = AbstractContextManager[None]
 TINY_KS = (2, 3, 4, 5, 6, 7, 8)
 
 
@@ -80,9 +81,8 @@ def bench(
             run_compile(name, path, target, attention)
         print(json.dumps([json.loads(path.read_text())["compile"] for path in paths], indent=1))
         return
-    for name, path in zip(names, paths, strict=True):
-        mine = [c for c in chosen if c.speculator == name]
-        run_apart(mine, path, target, wanted, attention, repeats)
+    groups = {path: [c for c in chosen if c.speculator == name] for name, path in zip(names, paths, strict=True)}
+    run_apart(groups, {"device": str(target), "modes": wanted, "attention": attention, "repeats": repeats})
     show([path for path in paths if path.is_file()], as_json)
 
 
@@ -106,37 +106,48 @@ def run_tiny(out: Path | None) -> dict[str, Any]:
 
 
 def run_cells(
-    cells: Sequence[Cell], path: Path, device: torch.device, modes: Sequence[str], attention: str, repeats: int
+    cells: Sequence[Cell],
+    path: Path,
+    device: torch.device,
+    modes: Sequence[str],
+    attention: str,
+    repeats: int,
+    turn: Turn | None = None,
 ) -> None:
-    """All ``cells`` of one speculator, in this process; the file is complete after each."""
+    """All ``cells`` of one speculator, in this process; the file is complete after each.
+
+    ``turn`` is entered between building and measuring.
+    """
     settings = {"modes": list(modes), "attention": attention, "repeats": repeats, "page_size": 16}
     results = Results(path, device, settings | {"speculator": SPECULATORS[cells[0].speculator].words})
-    bandwidth = copy_bandwidth(device)
-    results.put("copy_bandwidth", bandwidth)
     spec = speculator_for(cells, device, attention)
     workbench = Workbench(spec, sorted({c.requests for c in cells}))
-    for record in measure_cells(workbench, cells, modes, bandwidth, say, repeats):
+    groups = build_groups(workbench, cells, modes, say)
+
+    def keep(record: dict[str, Any]) -> None:
         results.append("cells", record)
         times = {n: round(m["gpu_ms"], 3) for n, m in record["modes"].items() if "gpu_ms" in m}
         say(f"{record['cell']}: floor {record['floor_ms']:.3f} ms, {times}")
 
+    with turn or nullcontext():
+        bandwidth = copy_bandwidth(device)
+        results.put("copy_bandwidth", bandwidth)
+        results.put("cells", measure_groups(workbench, groups, bandwidth, keep, repeats))
+
 
 def child(arguments: dict[str, Any], cache: str) -> int:
     """Run this module's :func:`work` in another process, with compiler caches in ``cache``."""
-    caches = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
-    command = [sys.executable, "-m", "draftfuse.bench", json.dumps(arguments)]
-    return subprocess.run(command, env=os.environ | caches, check=False).returncode
+    return start(arguments, cache).wait()
 
 
-def run_apart(
-    cells: Sequence[Cell], path: Path, device: torch.device, modes: Sequence[str], attention: str, repeats: int
-) -> None:
-    """:func:`run_cells` in a process of its own, with empty compiler caches; it may fail without harm to others."""
-    arguments = {"cells": [vars(c) for c in cells], "modes": list(modes), "repeats": repeats}
-    with tempfile.TemporaryDirectory(prefix="draftfuse-cold-") as cache:
-        code = child(arguments | {"path": str(path), "device": str(device), "attention": attention}, cache)
-    if code:
-        say(f"{cells[0].speculator}: the process ended with {code}")
+def run_apart(groups: dict[Path, list[Cell]], common: dict[str, Any]) -> None:
+    """:func:`run_cells` in a process a speculator, with empty compiler caches; one may fail without harm to others."""
+    arguments = {str(path): {"path": str(path), "cells": [vars(c) for c in cells]} for path, cells in groups.items()}
+    names = {str(path): cells[0].speculator for path, cells in groups.items()}
+    codes = run_children({names[path]: given | common for path, given in arguments.items()})
+    for name, code in codes.items():
+        if code:
+            say(f"{name}: the process ended with {code}")
 
 
 def run_compile(name: str, path: Path, device: torch.device, attention: str) -> None:
@@ -160,4 +171,6 @@ def work(arguments: dict[str, Any]) -> None:
         say(f"{arguments['compile']} {arguments['stage']}: {found['total_s']:.1f} s")
         return
     cells = [Cell(**c) for c in arguments["cells"]]
-    run_cells(cells, path, device, arguments["modes"], arguments["attention"], arguments["repeats"])
+    folder, name, count = arguments["turn"]
+    turn = my_turn(Path(folder), name, count)
+    run_cells(cells, path, device, arguments["modes"], arguments["attention"], arguments["repeats"], turn)

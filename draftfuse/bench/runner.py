@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftfuse.bench.cells import Cell, step_bytes
+from draftfuse.bench.cells import SPECULATORS, Cell, step_bytes
 from draftfuse.bench.measure import REPEATS, Timing, floor_ms, profile, time_launch
 from draftfuse.bench.modes import Ready, Workbench, build
 from draftfuse.bench.speculators import BenchSpeculator
@@ -26,22 +27,65 @@ ROUNDS = 2
 COUNTS = ("launches", "graph_launches", "kernel_launches", "kernels", "copies", "busy_ms")
 
 
+@dataclass
+class Group:
+    """Cells that differ in context alone, and every mode built for them."""
+
+    rows: int
+    k: int
+    cells: list[Cell]
+    built: dict[str, Ready] = field(default_factory=dict)
+    records: dict[str, Record] = field(default_factory=dict)
+
+
+def grouped(cells: Sequence[Cell]) -> list[Group]:
+    """Cells by requests and k, in their order."""
+    return [Group(*key, list(found)) for key, found in groupby(cells, key=lambda c: (c.requests, c.k))]
+
+
+def build_groups(bench: Workbench, cells: Sequence[Cell], modes: Sequence[str], say: Say) -> list[Group]:
+    """Every mode of every group, built and kept."""
+    groups = grouped(cells)
+    for group in groups:
+        bench.load(group.rows, group.cells[0].context)
+        left_out = SPECULATORS[group.cells[0].speculator].left_out
+        group.built, group.records = build_all(bench, group.rows, group.k, [m for m in modes if m not in left_out], say)
+        group.records |= {mode: {"error": why} for mode, why in left_out.items() if mode in modes}
+    return groups
+
+
+def measure_groups(
+    bench: Workbench,
+    groups: Sequence[Group],
+    bandwidth: float,
+    keep: Callable[[Record], None] = lambda record: None,
+    repeats: int = REPEATS,
+) -> list[Record]:
+    """One record a cell; ``keep`` gets each without its profiles, which come last: a profiler slows the host."""
+    measured = [(group, list[Record]()) for group in groups]
+    with torch.no_grad():
+        for group, records in measured:
+            for cell in group.cells:
+                records.append(measure_cell(bench, cell, group.built, group.records, bandwidth, repeats))
+                keep(records[-1])
+        for group, records in measured:
+            bench.load(group.rows, group.cells[-1].context)
+            counts, top = profile_all(bench, group.built)
+            for record in records:
+                record["profiles"] = top
+                for name, mode in record["modes"].items():
+                    mode |= counts.get(name, {})
+    return [record for _, records in measured for record in records]
+
+
 def measure_cells(
     bench: Workbench, cells: Sequence[Cell], modes: Sequence[str], bandwidth: float, say: Say, repeats: int = REPEATS
 ) -> Iterator[Record]:
-    """One record a cell; cells that differ in context alone share what is built."""
-    for (rows, k), group in groupby(cells, key=lambda c: (c.requests, c.k)):
-        contexts = list(group)
-        bench.load(rows, contexts[0].context)
-        built, records = build_all(bench, rows, k, modes, say)
-        with torch.no_grad():
-            measured = [measure_cell(bench, cell, built, records, bandwidth, repeats) for cell in contexts]
-            counts, top = profile_all(bench, built)  # last: a profiler that has run slows the host
-        for record in measured:
-            for name, mode in record["modes"].items():
-                mode |= counts.get(name, {})
-            yield record | {"profiles": top}
-        built.clear()
+    """One record a cell, group by group, with no more than one group built at a time."""
+    for group in grouped(cells):
+        built = build_groups(bench, group.cells, modes, say)
+        yield from measure_groups(bench, built, bandwidth, repeats=repeats)
+        built[0].built.clear()
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -11,6 +11,7 @@ from draftfuse.lowering.hook import PostGradPass
 SWITCH = "DRAFTFUSE_VLLM"
 COMPILER = "DRAFTFUSE_VLLM_COMPILER"
 COMPILERS = ("none", "inductor")
+ONE_GRAPH = "DRAFTFUSE_VLLM_ONE_GRAPH"
 
 
 def by_environment() -> bool:
@@ -47,3 +48,15 @@ def compiler() -> str:
             f"unknown {COMPILER}", repr(name), f"one of {list(COMPILERS)}", "Correct the variable."
         )
     return name
+
+
+def one_graph() -> bool:
+    """Whether a uniform batch is proposed in one graph, prefill and all; ``DRAFTFUSE_VLLM_ONE_GRAPH=0`` says no.
+
+    Raises:
+        InvalidOptionError: it is set to anything but 0 or 1.
+    """
+    value = os.environ.get(ONE_GRAPH, "1")
+    if value not in ("0", "1"):
+        raise InvalidOptionError(f"unknown {ONE_GRAPH}", repr(value), "0 or 1", "Correct the variable.")
+    return value == "1"

@@ -1,25 +1,24 @@
 """What the plug-in replaces in vLLM's autoregressive speculator, on vLLM's own graph manager.
 
-Up to 0.26 vLLM captures one step and replays it K-1 times: there the function that it captures is the whole loop, and
-one replay takes the place of K-1. From 0.28 on vLLM captures a loop where every builder has an in-place update: there
-the decision and the body of that loop are draftfuse's. Each replacement hands on to vLLM's method where draftfuse was
-not asked for or declines.
+Up to 0.26 vLLM captures one step and replays it K-1 times: there the function that it captures is the whole loop, one
+replay takes the place of K-1, and for a uniform batch another graph that of all of ``propose``. From 0.28 on vLLM
+captures a loop where every builder has an in-place update: there the decision and the body of that loop are
+draftfuse's. Each replacement hands on to vLLM's method where draftfuse was not asked for or declines.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
-
-import torch
 
 from draftfuse.vllm.asked import is_asked
 from draftfuse.vllm.mark import mark_draft
 from draftfuse.vllm.plan import Plan, make_plan, plan_of
+from draftfuse.vllm.proposal import make_proposal, recorded, remember
 from draftfuse.vllm.record import run_loop
+from draftfuse.vllm.steps import draft, is_full, reset_rows, worst_case_length
 from draftfuse.vllm.versions import Release
 
 DONE = "_draftfuse_original"
@@ -38,6 +37,8 @@ def patch_speculator(module: ModuleType, release: Release) -> None:
         replace(cls, "set_attn", functools.partial(_set_attn, release=release))
         replace(cls, "capture", _capture_split)
         replace(cls, "_multi_step_decode", _multi_step_decode)
+        if hasattr(cls, "propose"):
+            replace(cls, "propose", _propose)
 
 
 def replace(cls: type, name: str, new: Callable[..., Any]) -> None:
@@ -77,18 +78,20 @@ def _set_attn(original: Any, self: Any, *args: Any, release: Release, **kwargs: 
 
 
 def _capture_split(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """vLLM's capture, with the whole loop in place of the single step that it captures for decode."""
+    """vLLM's capture, with the whole loop in place of the single step that it captures for decode; then proposals."""
     plan = active(self)
     if plan is None:
         return original(self, *args, **kwargs)
-    with worst_case_length(self):
+    with worst_case_length(self), recorded(getattr(self, "prefill_cudagraph_manager", None)) as given:
         reset_rows(self)
         self._generate_draft = functools.partial(_whole_loop, self, plan)
         try:
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
         finally:
             del self._generate_draft
             note_graphs(self, plan)
+        plan.proposal = make_proposal(self, plan, given)
+    return result
 
 
 def _whole_loop(
@@ -107,6 +110,39 @@ def _multi_step_decode(original: Any, self: Any, num_reqs: int, skip_attn: bool,
         run_loop(self, plan.release, num_reqs, num_reqs, None, None, rest, steps=plan.steps, rebuild=True)
         return None
     return replay(self, plan, batch_desc)
+
+
+def _propose(
+    original: Any,
+    self: Any,
+    input_batch: Any,
+    attn_metadata: Any,
+    slot_mappings: Any,
+    last_hidden_states: Any,
+    aux_hidden_states: Any,
+    num_sampled: Any,
+    num_rejected: Any,
+    last_sampled: Any,
+    next_prefill_tokens: Any,
+    temperature: Any,
+    seeds: Any,
+    num_tokens_across_dp: Any = None,
+    dummy_run: bool = False,
+    skip_attn_for_dummy_run: bool = False,
+    mm_inputs: Any = None,
+    is_profile: bool = False,
+) -> Any:
+    plan = active(self)
+    read = (num_sampled, num_rejected, last_sampled, next_prefill_tokens, temperature, seeds)
+    if plan is None or plan.proposal is None:
+        remember(self, aux_hidden_states)
+    elif not (dummy_run or is_profile or mm_inputs is not None or num_tokens_across_dp is not None):
+        drafts = plan.proposal.run(input_batch, last_hidden_states, aux_hidden_states, read)
+        if drafts is not None:
+            return drafts
+    given = (input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, *read)
+    switches = (num_tokens_across_dp, dummy_run, skip_attn_for_dummy_run, mm_inputs, is_profile)
+    return original(self, *given, *switches)
 
 
 # From here on: 0.28 and later, which capture a loop of their own.
@@ -183,62 +219,10 @@ def map_block_tables(spec: Any) -> None:
 # Both.
 
 
-def draft(
-    spec: Any, plan: Plan, rows: int, tokens: int, metadata: Any, slots: Any, rest: tuple[Any, ...], steps: int
-) -> None:
-    """Draft steps 1..steps-1, compiled where that was asked for and a graph is about to hold it."""
-    bound = None if plan.upper_bound is None else plan.upper_bound[:rows]
-    recorded = bound is None or spec.device.type == "cpu"
-    if plan.compiler == "inductor" and recorded and metadata is not None and rows == tokens:
-        program = compiled_loop(spec, plan)
-        if program is not None:
-            program.run(rows, steps, metadata, slots, rest, bound)
-            return
-    rebuild = plan.rebuilds()
-    run_loop(spec, plan.release, rows, tokens, metadata, slots, rest, steps=steps, rebuild=rebuild, upper_bound=bound)
-
-
-def compiled_loop(spec: Any, plan: Plan) -> Any:
-    """The compiled loop of a speculator, made once; None, with a note, where it cannot stand for vLLM's."""
-    if plan.program is None:
-        from draftfuse.vllm.compiled import CompiledLoop, objection
-
-        reason = objection(spec)
-        if reason:
-            plan.compiler = "none"
-            plan.note(f"compiler none, because {reason}")
-            return None
-        plan.program = CompiledLoop(spec, plan.release, plan.rebuilds(), plan.note)
-    return plan.program
-
-
-def is_full(batch_desc: Any) -> bool:
-    """Whether the batch replays a captured graph."""
-    return bool(batch_desc.cg_mode.name == "FULL")
-
-
 def replay(spec: Any, plan: Plan, batch_desc: Any) -> None:
     """All steps and their refreshes: one launch."""
     plan.counters["graph replays"] += 1
     spec.decode_cudagraph_manager.run_fullgraph(batch_desc)
-
-
-@torch.inference_mode()
-def reset_rows(spec: Any) -> None:
-    """Let every row of a dummy batch be state row 0, which is all null blocks before the first request: the warm-up
-    computes slots from it."""
-    spec.idx_mapping.zero_()
-
-
-@contextmanager
-def worst_case_length(spec: Any) -> Iterator[None]:
-    """While a graph is recorded, host code sees the largest length: the graph has to hold for every later batch."""
-    before = spec.draft_max_seq_len
-    spec.draft_max_seq_len = spec.max_model_len
-    try:
-        yield
-    finally:
-        spec.draft_max_seq_len = before
 
 
 def note_graphs(spec: Any, plan: Plan) -> None:

@@ -32,6 +32,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     upper_bound: Any = None  # host upper bound of the lengths of the batch that is being drafted
     program: Any = None  # the compiled loop, once there is one
+    proposal: Any = None  # the graphs of whole proposals, where there are some
 
     def rebuilds(self) -> bool:
         """Whether some group is refreshed by its recorded build rather than by vLLM's update."""

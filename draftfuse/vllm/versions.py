@@ -30,6 +30,8 @@ class Release:
     configure: str = ""  # the method that decides fusion, and its flag; empty where vLLM has no fused loop
     flag: str = ""
     names: Names = field(default_factory=dict)
+    read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # module -> functions whose work is taken over
+    digest: str = ""  # SHA-256 of their texts, one after the other
 
     @property
     def fuses(self) -> bool:
@@ -47,7 +49,11 @@ def _names(module: str, class_name: str, methods: Names, extra: Mapping[str, tup
         module: own,
         f"{GPU}.block_table": {"BlockTables.compute_slot_mappings": _SLOTS},
         f"{GPU}.attn_utils": {"build_slot_mappings_by_layer": ("slot_mappings", "kv_cache_config")},
-        f"{GPU}.cudagraph_utils": {"CudaGraphManager.run_fullgraph": ("desc",)},
+        f"{GPU}.cudagraph_utils": {
+            "CudaGraphManager.__init__": ("vllm_config", "device", "cudagraph_mode", "decode_query_len"),
+            "CudaGraphManager.dispatch": ("num_reqs", "num_tokens", "uniform_token_count", "num_active_loras"),
+            "CudaGraphManager.run_fullgraph": ("desc",),
+        },
     }
 
 
@@ -55,6 +61,45 @@ _BASE = f"{GPU}.spec_decode.speculator"
 _OLD_BUILD = ("num_reqs", "num_reqs_padded", "num_tokens_padded")
 _NEW_BUILD = ("batch_desc", "num_reqs", "num_query_per_req", "seq_lens_cpu_upper_bound", "step")
 _BOUND = "seq_lens_cpu_upper_bound"
+# What a proposal in one graph does in vLLM's place; where one of these has another text, propose stays vLLM's.
+_PROPOSE = {
+    f"{GPU}.cudagraph_utils": ("get_uniform_token_count",),
+    f"{GPU}.dp_utils": ("dispatch_cg_and_sync_dp",),
+    _BASE: ("DraftModelSpeculator._copy_request_inputs",),
+    _AUTOREGRESSIVE: (
+        "AutoRegressiveSpeculator.propose",
+        "_prepare_prefill_inputs_kernel",
+        "prepare_prefill_inputs",
+        "_prepare_decode_inputs_kernel",
+        "prepare_decode_inputs",
+    ),
+}
+_ARGUMENTS = (
+    "input_batch",
+    "attn_metadata",
+    "slot_mappings",
+    "last_hidden_states",
+    "aux_hidden_states",
+    "num_sampled",
+    "num_rejected",
+    "last_sampled",
+    "next_prefill_tokens",
+    "temperature",
+    "seeds",
+    "num_tokens_across_dp",
+    "dummy_run",
+    "skip_attn_for_dummy_run",
+    "mm_inputs",
+    "is_profile",
+)
+_PREFILL = (
+    "num_reqs",
+    "num_tokens",
+    "attn_metadata",
+    "slot_mappings",
+    "num_tokens_across_dp",
+    "cudagraph_runtime_mode",
+)
 _UPDATE = {"vllm.v1.worker.utils": {"AttentionGroup.update_draft_decode_metadata": ("attn_metadata",)}}
 
 RELEASES = (
@@ -69,8 +114,16 @@ RELEASES = (
             _AUTOREGRESSIVE,
             "AutoRegressiveSpeculator",
             {_BASE: {"DraftModelSpeculator._build_draft_attn_metadata": _OLD_BUILD}},
-            {"capture": (), "_multi_step_decode": _DECODE, "_generate_draft": (*_DRAFT, "cudagraph_runtime_mode")},
+            {
+                "capture": (),
+                "propose": _ARGUMENTS,
+                "_prefill": _PREFILL,
+                "_multi_step_decode": _DECODE,
+                "_generate_draft": (*_DRAFT, "cudagraph_runtime_mode"),
+            },
         ),
+        read=_PROPOSE,
+        digest="d0ebff1db4fda3b8d35f87ba40022cdf8b05714ab58924939e0cac79d67b50a8",
     ),
     Release(
         (0, 28),

@@ -19,6 +19,9 @@ from draftfuse.lowering.ops.gumbel_sample import gumbel_sample
 from draftfuse.lowering.ops.load_rows import load_rows
 from draftfuse.lowering.ops.paged_attention import paged_attention
 from draftfuse.lowering.ops.small_linear import small_linear
+from draftfuse.lowering.ops.small_linear_argmax import small_linear_argmax
+from draftfuse.lowering.ops.small_linear_pair import small_linear_pair
+from draftfuse.lowering.ops.sort import sort
 from draftfuse.lowering.ops.store import store
 from draftfuse.lowering.ops.tap import tap
 from draftfuse.lowering.ops.write_kv import write_kv
@@ -30,6 +33,9 @@ __all__ = [
     "load_rows",
     "paged_attention",
     "small_linear",
+    "small_linear_argmax",
+    "small_linear_pair",
+    "sort",
     "store",
     "tap",
     "write_kv",

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftfuse.lowering.ops._dependent_launch import dependent_launch
 from draftfuse.lowering.ops._paged_attention_plan import hardware, plan
 
 
@@ -74,8 +75,12 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Attention of one query block over one split. ``out`` is [T, Hq, S, D] with ``lse`` [T, Hq, S] where SPLIT."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     q_block = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
@@ -165,8 +170,12 @@ def _reduce(
     HEAD_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Merge the splits of one token and head by their log-sum-exp (base 2); a split that saw nothing has -inf."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     place = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
@@ -208,6 +217,7 @@ def launch(
     partial = query.new_empty((tokens, heads, splits, head_size), dtype=torch.float32) if splits > 1 else out
     if ragged and splits > 1:
         lse.fill_(float("-inf"))
+    dependent = dependent_launch(query.device)
     _attend[(chosen.q_blocks * kv_heads, splits)](
         query,
         key_cache,
@@ -240,10 +250,9 @@ def launch(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=stages,
+        **dependent,
     )
     if splits > 1:
-        size = triton.next_power_of_2(splits)
-        _reduce[(tokens * heads,)](
-            partial, lse, out, splits, HEAD_SIZE=head_size, BLOCK_S=size, BLOCK_D=chosen.block_d, num_warps=4
-        )
+        sizes = {"HEAD_SIZE": head_size, "BLOCK_S": triton.next_power_of_2(splits), "BLOCK_D": chosen.block_d}
+        _reduce[(tokens * heads,)](partial, lse, out, splits, **sizes, num_warps=4, **dependent)
     return out

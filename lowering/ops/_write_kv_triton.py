@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftfuse.lowering.ops._dependent_launch import dependent_launch
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_kv(
@@ -36,7 +38,11 @@ def _write_kv(
     HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if (slot >= 0) & (slot < capacity):
@@ -77,4 +83,5 @@ def launch(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, s
         HEAD_SIZE=head_size,
         BLOCK=block,
         num_warps=max(1, min(8, block // 256)),
+        **dependent_launch(key.device),
     )

@@ -49,6 +49,12 @@ def _check_sizes(x: Tensor, weight: Tensor, gain: Tensor | None, swiglu: bool, r
         check_size("small_linear", "residual does not fit", tuple(residual.shape), expected, "Pass one a feature.")
 
 
+def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    """RMS norm in float32, rounded once to the dtype of ``x``, times the gain."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype) * gain
+
+
 def features(weight: Tensor, swiglu: bool) -> int:
     """How many values a row has in the result."""
     return weight.shape[0] // 2 if swiglu else weight.shape[0]
@@ -59,8 +65,7 @@ def reference(
 ) -> Tensor:
     """``act(rms_norm(x) @ weight.T) + residual``; the norm runs in float32 and rounds once to the dtype of ``x``."""
     if gain is not None:
-        wide = x.float()
-        x = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype) * gain
+        x = rms_norm(x, gain, epsilon)
     out = F.linear(x, weight)
     if swiglu:
         gate, up = out.chunk(2, dim=-1)

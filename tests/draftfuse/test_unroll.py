@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from draftfuse import loop
 from draftfuse.lowering.segment import canonical
+from draftfuse.passes import ir
 from draftfuse.step_log import difference
 from draftfuse.trace import trace
 from draftfuse.unroll import TRACED_STEPS, Irregular, extend
@@ -33,6 +34,14 @@ def test_a_short_trace_extends_to_the_long_one(function: Callable[..., None], sy
     full = trace(function, (*front, K, loop.graph_tap), symbolic)
     assert canonical(short.graph) == canonical(full.graph)
     assert [n.meta.get("draft_step") for n in short.graph.nodes] == [n.meta.get("draft_step") for n in full.graph.nodes]
+    assert shared_memory(short.graph) == shared_memory(full.graph)
+
+
+def shared_memory(graph: fx.Graph) -> list[int]:
+    """For each tensor the first node that lies in the same memory."""
+    first: dict[int, int] = {}
+    keys = [ir.storage(n) for n in graph.nodes]
+    return [first.setdefault(key, i) for i, key in enumerate(keys) if key is not None]
 
 
 class Columns(Small):
@@ -165,8 +174,16 @@ class Rows(Small):
 
 
 def test_rows_that_meet_the_step_are_traced_for_themselves() -> None:
-    builds = both(Rows, three_rows).fused.report.builds
+    many = [5, 12, 3, 6, 7, 4, 8, 5, 9]
+    pair = both(Rows, lambda spec: batch_of(spec, many, [0] * len(many)))
+    pair.draft(three_rows)
+    builds = pair.fused.report.builds
     assert [(b.num_reqs, b.copied_steps > 0) for b in builds] == [(None, True), (4, False)]
+
+
+def test_rows_are_compared_with_the_step_at_the_first_capacity_too() -> None:
+    builds = both(Rows, three_rows).fused.report.builds
+    assert [(b.num_reqs, b.copied_steps > 0) for b in builds] == [(None, False), (4, False)]
 
 
 class Listed(LateBranch):

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import operator
+from typing import Any
 
-from draftfuse.lowering.workarounds import materialise_boundaries
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from draftfuse.lowering.ops import sort
+from draftfuse.lowering.workarounds import keep_wide_sorts_eager, materialise_boundaries
+from draftfuse.passes import ir
 from tests.passes.helpers import assert_equal_eager, build, targets
 
 
@@ -41,3 +49,45 @@ def test_every_segment_goes_through_it() -> None:
     stores = [n for n in graph.nodes if ir.is_mutation(n)]
     flat = decompose(extract(Segment(calls, stores), None), ir.fake_mode_of(graph))
     assert "aten.clone.default" in targets(flat.graph)
+
+
+def by_expert(ids: Tensor, out: Tensor) -> None:
+    out.copy_(ids.argsort(descending=True))
+
+
+def on_a_gpu(x: Tensor) -> Any:
+    """A symbolic sort as a GPU would meet it, as far as the workaround asks."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    size = mode.from_tensor(x, symbolic_context=context).shape[0]
+    with mode:
+        return torch.empty(size, dtype=x.dtype, device="cuda")
+
+
+def test_a_sort_along_a_symbol_stays_pytorchs_on_a_gpu() -> None:
+    graph = fx.Graph()
+    ids = graph.placeholder("ids")
+    ids.meta["val"] = on_a_gpu(torch.arange(6))
+    with ids.meta["val"].fake_mode:
+        found = ir.call(graph, torch.ops.aten.sort.default, (ids, -1, True), {}, ids)
+        item = ir.call(graph, operator.getitem, (found, 1), {}, ids)
+    graph.output((item,))
+    assert keep_wide_sorts_eager(graph) == 1
+    assert targets(graph) == ["draftfuse.sort.default", "getitem"]
+    assert item.args[0].args == (ids, -1, True, False)
+    assert keep_wide_sorts_eager(graph) == 0
+
+
+def test_other_sorts_are_left_to_inductor() -> None:
+    graph = build(by_expert, torch.tensor([3, 1, 2]), torch.zeros(3, dtype=torch.int64))
+    assert keep_wide_sorts_eager(graph) == 0
+
+
+@pytest.mark.parametrize("stable", [False, True])
+def test_the_operator_sorts(stable: bool) -> None:
+    x = torch.randn(4, 6).T
+    values, indices = sort(x, 0, True, stable)
+    expected = torch.sort(x, dim=0, descending=True, stable=stable)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(indices, expected.indices)
+    torch.library.opcheck(torch.ops.draftfuse.sort.default, (x, 0, True, stable))

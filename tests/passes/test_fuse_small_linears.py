@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
@@ -99,3 +100,60 @@ def test_a_value_with_several_users_is_not_swallowed() -> None:
     assert "aten.rsqrt.default" in targets(graph)
     assert "aten.add.Tensor" in targets(graph)[targets(graph).index("draftfuse.small_linear.default") :]
     assert_close_eager(shared, graph, *given)
+
+
+def eagle(
+    ids: Tensor, tokens: Tensor, table: Tensor, hidden: Tensor, a: Tensor, b: Tensor, fc: Tensor, head: Tensor
+) -> None:
+    x = torch.cat([norm(F.embedding(ids.int(), table), a), norm(hidden, b)], dim=-1)
+    tokens.copy_(F.linear(norm(F.linear(x, fc), a), head).argmax(dim=-1))
+
+
+def eagle_inputs(half: int = 128, rows: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    ids, tokens = torch.randint(20, (rows,)), torch.zeros(rows, dtype=torch.int64)
+    shapes = ((20, half), (rows, half), (half,), (half,), (half, 2 * half), (9, half))
+    return [ids, tokens, *tensors(*shapes, dtype=dtype)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reads_an_embedding_beside_a_hidden_state_and_picks_tokens(dtype: torch.dtype) -> None:
+    given = eagle_inputs(dtype=dtype)
+    graph = build(eagle, *given)
+    assert fuse_small_linears(graph, applies=always) == 2
+    names = targets(graph)
+    assert [n for n in names if "small" in n] == [
+        "draftfuse.small_linear_pair.default",
+        "draftfuse.small_linear_argmax.default",
+    ]
+    assert "aten.embedding.default" not in names
+    pair = next(n for n in graph.nodes if "small_linear_pair" in str(n.target))
+    assert pair.args[1].op == "placeholder", "the index is read before it is narrowed to int32"
+    assert_close_eager(eagle, graph, *given)
+
+
+def test_halves_that_no_tile_divides_are_put_side_by_side_first() -> None:
+    graph = build(eagle, *eagle_inputs(half=96))
+    fuse_small_linears(graph, applies=always)
+    assert "draftfuse.small_linear.default" in targets(graph)
+    assert "aten.cat.default" in targets(graph)
+
+
+def test_logits_that_somebody_reads_stay() -> None:
+    def both(x: Tensor, weight: Tensor, logits: Tensor, tokens: Tensor) -> None:
+        found = F.linear(x, weight)
+        logits.copy_(found)
+        tokens.copy_(found.argmax(dim=-1))
+
+    def kept(x: Tensor, weight: Tensor, tokens: Tensor) -> None:
+        tokens.copy_(F.linear(x, weight).argmax(dim=-1, keepdim=True))
+
+    def first_axis(x: Tensor, weight: Tensor, tokens: Tensor) -> None:
+        tokens.copy_(F.linear(x, weight).argmax(dim=0))
+
+    x, weight, logits = tensors((2, 8), (6, 8), (2, 6))
+    cases = [(both, [logits, torch.zeros(2, dtype=torch.int64)]), (kept, [torch.zeros(2, 1, dtype=torch.int64)])]
+    for function, rest in [*cases, (first_axis, [torch.zeros(6, dtype=torch.int64)])]:
+        graph = build(function, x, weight, *rest)
+        fuse_small_linears(graph, applies=always)
+        assert "aten.argmax.default" in targets(graph)
+        assert_close_eager(function, graph, x, weight, *rest)

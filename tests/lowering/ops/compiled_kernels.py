@@ -38,7 +38,13 @@ def attention(head_size: int, dtype: str, ragged: bool, window: int) -> None:
     constants = dict.fromkeys(("q_d", "k_d", "v_d", "table_b"), 1)
     blocks = {"BLOCK_Q": 16, "BLOCK_M": 64} if ragged else {"BLOCK_Q": 1, "BLOCK_M": 16}
     constants |= blocks | {"KV_HEADS": 8, "GROUP": 4, "HEAD_SIZE": head_size, "PAGE": 16, "WINDOW": window}
-    constants |= {"RAGGED": ragged, "SPLIT": True, "BLOCK_D": triton.next_power_of_2(head_size), "BLOCK_N": 64}
+    constants |= {
+        "RAGGED": ragged,
+        "SPLIT": True,
+        "PDL": True,
+        "BLOCK_D": triton.next_power_of_2(head_size),
+        "BLOCK_N": 64,
+    }
     precision = {"PRECISION": "ieee" if dtype == "fp32" else "tf32"}
     kernel = _paged_attention_triton._attend
     ptx = compile_kernel(kernel, types, constants | precision, num_warps=4, num_stages=STAGES)
@@ -46,10 +52,13 @@ def attention(head_size: int, dtype: str, ragged: bool, window: int) -> None:
         assert ptx.count("cp.async.cg.shared.global") >= 32, "K and V tiles are not copied 16 bytes at a time"
 
 
-def small_linear(swiglu: bool) -> None:
-    types = dict.fromkeys(("x", "weight", "gain", "residual", "out"), "*bf16") | {"epsilon": "fp32"}
-    constants = {"N": 4096, "K": 4096, "M": 1, "NORM": True, "SWIGLU": swiglu, "RESIDUAL": True, "PDL": True}
-    ptx = compile_kernel(_small_linear_triton._small_linear, types, constants | {"BLOCK_N": 4, "BLOCK_K": 1024})
+def small_linear(**variant: bool | int) -> None:
+    tensors = ("x", "second", "weight", "gain", "second_gain", "residual", "out")
+    types = dict.fromkeys(tensors, "*bf16") | {"epsilon": "fp32", "index": "*i32"}
+    types |= {"out": "*i64"} if variant.get("ARGMAX") else {}
+    constants = {"N": 4096, "K": 4096, "FIRST": 4096, "M": 1, "NORM": True, "PDL": True, "BLOCK_N": 4, "BLOCK_K": 1024}
+    constants |= dict.fromkeys(("GATHER", "SWIGLU", "RESIDUAL", "ARGMAX"), False) | variant
+    ptx = compile_kernel(_small_linear_triton._small_linear, types, constants)
     assert "griddepcontrol.wait" in ptx
     assert "ld.global.v4.b32" in ptx, "weights are not loaded 16 bytes at a time"
 
@@ -65,16 +74,22 @@ def load_rows() -> None:
 
 
 def main() -> None:
-    small_linear(False)
-    small_linear(True)
+    small_linear(RESIDUAL=True)
+    small_linear(SWIGLU=True)
+    small_linear(ARGMAX=True)
+    small_linear(GATHER=True, FIRST=2048)
+    types = {"keys": "*i64", "out": "*i64"}
+    compile_kernel(_small_linear_triton._pick, types, {"BLOCK": _small_linear_triton.PICK_BLOCK, "PDL": True})
     load_rows()
     attention(128, "bf16", False, 0)
     attention(128, "bf16", True, 512)
     attention(64, "fp32", False, 0)
     types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16"}
-    compile_kernel(_paged_attention_triton._reduce, types, {"HEAD_SIZE": 128, "BLOCK_S": 64, "BLOCK_D": 128})
+    compile_kernel(
+        _paged_attention_triton._reduce, types, {"HEAD_SIZE": 128, "BLOCK_S": 64, "BLOCK_D": 128, "PDL": True}
+    )
     types = dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16") | {"slot_mapping": "*i64"}
-    constants = {"PAGE": 16, "HEADS": 8, "HEAD_SIZE": 128, "BLOCK": 1024}
+    constants = {"PAGE": 16, "HEADS": 8, "HEAD_SIZE": 128, "BLOCK": 1024, "PDL": True}
     constants |= dict.fromkeys(("key_d", "value_d", "key_cache_d", "value_cache_d"), 1)
     assert "st.global.v4.b32" in compile_kernel(_write_kv_triton._write_kv, types, constants)
 

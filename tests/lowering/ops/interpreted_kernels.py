@@ -14,6 +14,8 @@ from draftfuse.lowering.ops.load_rows import READ, WRITTEN
 from draftfuse.lowering.ops.load_rows import reference as load_reference
 from draftfuse.lowering.ops.paged_attention import reference as attention_reference
 from draftfuse.lowering.ops.small_linear import reference as linear_reference
+from draftfuse.lowering.ops.small_linear_argmax import reference as argmax_reference
+from draftfuse.lowering.ops.small_linear_pair import reference as pair_reference
 from draftfuse.lowering.ops.write_kv import reference as write_reference
 
 SCALE = 0.3
@@ -118,6 +120,58 @@ def test_small_linear(rows: int, inputs: int, outputs: int, with_gain: bool, swi
     out = _small_linear_triton.launch(x, weight, gain, 1e-5, swiglu, residual)
     expected = linear_reference(x, weight, gain, 1e-5, swiglu, residual)
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize(("rows", "half", "outputs"), [(1, 128, 32), (3, 384, 10), (4, 1024, 6)])
+def test_small_linear_pair(rows: int, half: int, outputs: int, gathered: bool) -> None:
+    table, second = torch.randn(20, half), torch.randn(rows, 2, half)[:, 1]
+    index = torch.randint(20, (2 * rows,))[::2] if gathered else None
+    weight, gains = torch.randn(outputs, 2 * half) * half**-0.5, (torch.rand(half), torch.rand(half))
+    front = (table, index) if gathered else (table[:rows], None)
+    out = _small_linear_triton.launch_pair(*front, second, weight, *gains, 1e-5)
+    torch.testing.assert_close(out, pair_reference(*front, second, weight, *gains, 1e-5), atol=1e-4, rtol=1e-4)
+
+
+def test_an_index_outside_the_table_reads_inside() -> None:
+    table, second, weight = torch.randn(4, 128), torch.randn(3, 128), torch.randn(8, 256)
+    gains = torch.rand(128), torch.rand(128)
+    out = _small_linear_triton.launch_pair(table, torch.tensor([-9, 1, 2**40]), second, weight, *gains, 1e-5)
+    expected = pair_reference(table, torch.tensor([0, 1, 3]), second, weight, *gains, 1e-5)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("with_gain", [False, True])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 33), (4, 520, 40), (2, 2048, 90)])
+def test_small_linear_argmax(
+    rows: int, inputs: int, outputs: int, with_gain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_small_linear_triton, "PICK_BLOCK", 16)  # several blocks of keys
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+    gain = torch.rand(inputs) if with_gain else None
+    out = _small_linear_triton.launch_argmax(x, weight, gain, 1e-5)
+    assert torch.equal(out, argmax_reference(x, weight, gain, 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        ([1.0, 3.0, 3.0, 2.0, 3.0], 1),
+        ([-2.0, -1.0, -3.0, -1.0, -9.0], 1),
+        ([-1.0, -0.0, 0.0, -0.0, -1.0], 1),
+        ([float("-inf")] * 5, 0),
+        ([1.0, float("inf"), float("nan"), float("inf"), float("nan")], 2),
+    ],
+)
+def test_argmax_takes_the_first_of_equal_logits(column: list[float], expected: int) -> None:
+    weight = torch.zeros(5, 16)
+    weight[:, 0] = torch.tensor(column)
+    x = torch.zeros(1, 16)
+    x[0, 0] = 1.0
+    logits = torch.nan_to_num(weight, posinf=1e30, neginf=-1e30)
+    weight = torch.where(weight.isnan(), weight, logits)
+    assert _small_linear_triton.launch_argmax(x, weight, None, 0.0).tolist() == [expected]
+    assert argmax_reference(x, weight, None, 0.0).tolist() == [expected]
 
 
 @pytest.mark.parametrize(("rows", "capacity", "length"), [(3, 3, 0), (2, 4, 3), (0, 4, 3), (4, 4, 300)])

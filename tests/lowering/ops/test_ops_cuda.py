@@ -101,3 +101,19 @@ def test_store() -> None:
     out = torch.zeros(4, dtype=torch.int32, device="cuda")
     store(torch.arange(3, device="cuda"), out[:3])
     assert out.tolist() == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_linears_equal_cpu(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    table, hidden = torch.randn(500, 2048).to(dtype), torch.randn(1, 2048).to(dtype)
+    weight, head = (torch.randn(3072, 4096) * 0.02).to(dtype), (torch.randn(32000, 2048) * 0.02).to(dtype)
+    gains, index = (torch.rand(2048).to(dtype), torch.rand(2048).to(dtype)), torch.tensor([37])
+    given = (table, index, hidden, weight, *gains)
+    out = torch.ops.draftfuse.small_linear_pair(*on_cuda(*given), 1e-5)
+    expected = torch.ops.draftfuse.small_linear_pair(*given, 1e-5)
+    torch.testing.assert_close(out.cpu(), expected, atol=3e-2, rtol=3e-2)
+    cuda = on_cuda(hidden, head, gains[0])
+    logits = torch.ops.draftfuse.small_linear(*cuda, 1e-5, False, None)
+    picked = torch.ops.draftfuse.small_linear_argmax(*cuda, 1e-5)
+    assert torch.equal(picked, logits.argmax(-1))  # both sum a row in one order, so ties are the same ties
