@@ -1,8 +1,8 @@
-"""Fetch from released wheels the files whose names the plug-in relies on: vllm_sources.py FOLDER VERSION...
+"""Fetch the Python files of vLLM's model runner from released wheels: vllm_sources.py FOLDER VERSION...
 
-A wheel has hundreds of megabytes, what is wanted a few hundred kilobytes: pip's finder says where it lies, and pip's
-reader of remote wheels (that of ``--use-feature=fast-deps``) asks for those parts alone. Where the index serves no
-parts, the whole wheel is downloaded. Writes FOLDER/VERSION/vllm/...; says what the index does not serve.
+A wheel has hundreds of megabytes, what is wanted one: pip's finder says where it lies, and pip's reader of remote
+wheels (that of ``--use-feature=fast-deps``) asks for that part alone. Where the index serves no parts, the whole wheel
+is downloaded. Writes FOLDER/VERSION/vllm/...; says what the index does not serve.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from pip._internal.commands import create_command
 from pip._internal.network.lazy_wheel import HTTPRangeRequestUnsupported, LazyZipOverHTTP
 from pip._vendor.packaging.specifiers import SpecifierSet
 
-from draftfuse.vllm.versions import require_release
-
+WANTED = ("vllm/v1/worker/gpu/", "vllm/v1/worker/utils.py")
 PLATFORMS = [f"--platform=manylinux_2_{n}_x86_64" for n in (35, 31, 28)] + ["--platform=manylinux1_x86_64"]
 SELECTION = ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *PLATFORMS]
 
 
 def unpack(archive: ZipFile, folder: Path) -> int:
-    """Only what is there: the test says what is missing."""
-    wanted = {module.replace(".", "/") + ".py" for module in require_release(folder.name).names}
-    names = sorted(wanted & set(archive.namelist()))
-    archive.extractall(folder, names)
-    return len(names)
+    """The wanted files lie one behind the other: what spans them is read at once, so that it is one request."""
+    found = [info for info in archive.infolist() if info.filename.startswith(WANTED) and info.filename.endswith(".py")]
+    assert archive.fp is not None
+    archive.fp.seek(min(info.header_offset for info in found))
+    archive.fp.read(max(info.header_offset + info.compress_size for info in found) - archive.fp.tell())
+    archive.extractall(folder, [info.filename for info in found])
+    return len(found)
 
 
 def download(version: str, folder: Path) -> int:

@@ -16,7 +16,7 @@ HOOK = json.dumps({"inductor_passes": {"post_grad_custom_post_pass": "draftfuse.
 
 
 def test_hook_by_name_on_the_command_line_asks_for_the_fused_loop(engines: Engines) -> None:
-    report = engines(method="eagle", layers=2, k=3, eager=False, cli=HOOK, requests=2, runs=["as is", "split"])
+    report = engines(method="eagle", layers=1, k=3, eager=False, cli=HOOK, requests=2, runs=["as is", "split"])
     assert "fused, compiler none" in report["told"], report["told"]
     assert sorted(report["markers"]) == [0, 1], "the target's graph has no marker, the draft's has one"
     fused, split = report["runs"]
