@@ -174,7 +174,8 @@ class FusedDraft:
     def audit(self, batch: DraftBatch, k: int | None = None) -> AuditReport:
         """Run the compiled loop beside the eager one on ``batch`` and compare every value that both have.
 
-        Costs three eager loops and a build of the loop with its values recorded. The state is as before afterwards.
+        Costs three eager loops, one eager step and a build of the loop with its values recorded. The state is as before
+        afterwards.
 
         Returns:
             A report whose ``first`` is the first divergence, as (draft step, phase, tensor, request, expected, got,

@@ -267,8 +267,8 @@ def _explain_batch(spec: Any, batch: DraftBatch) -> NoReturn:
     longest = getattr(batch, "max_query_len", None)
     if not _is_longest(longest, rows, tokens):
         fail("max_query_len cannot be", longest, f"what fits num_reqs={rows}, num_tokens={tokens}")
-    shapes: dict[str, tuple[int, ...]] = {name: (rows,) for name in _PER_ROW}
-    shapes |= {name: (tokens,) for name in _PER_TOKEN}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_PER_ROW, (rows,))
+    shapes |= dict.fromkeys(_PER_TOKEN, (tokens,))
     shapes |= {"query_start_loc": (rows + 1,), "hidden_states": (tokens, spec.inputs.hidden_states.shape[1])}
     for name, shape in shapes.items():
         tensor = getattr(batch, name, None)
