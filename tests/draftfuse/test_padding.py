@@ -105,6 +105,17 @@ def test_other_operators_see_a_block_and_never_what_was_computed_from_no_block()
     assert all(torch.equal(t, g.block_table) for t, g in zip(tables, spec.attn_groups, strict=True))
 
 
+def test_the_check_leaves_everything_as_it_was() -> None:
+    spec = Small(k=3)
+    spec.inputs.seq_lens[:3], spec.inputs.positions[:3] = 5, 4
+    pad(spec.inputs, 3, 4)
+    before = {p: t.clone() for p, t in python_state.of_speculator(spec, wide=False).tensors.items()}
+    with torch.no_grad():
+        assert padding.check(spec, 3, 4) is None
+    after = python_state.of_speculator(spec, wide=False).tensors
+    assert [p for p in before if not torch.equal(before[p], after[p])] == []
+
+
 @pytest.mark.parametrize("page", [1, 2, 4, 16, 64, 256])
 def test_no_page_size_makes_a_block_of_the_poison(page: int) -> None:
     table = torch.full((1,), padding.HUGE, dtype=torch.int32)
