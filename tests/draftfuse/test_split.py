@@ -112,6 +112,9 @@ SHAPES: dict[str, Callable[[], Any]] = {
 }
 
 
+MODES = ("split", "eager")
+
+
 def pair_of(make: Callable[[], Small]) -> Pair:
     fused = draftfuse.compile(make(), compiler="none", mode="split", request_capacities=[4])
     return Pair(fused, draftfuse.compile(make(), mode="eager", request_capacities=[4]))
@@ -123,6 +126,13 @@ def test_every_step_reads_the_metadata_of_its_own(shape: str) -> None:
     for call in CALLS:
         pair.draft(call)
     assert pair.fused.report.counters["compiled calls"] == 2 * len(CALLS)
+
+
+@pytest.mark.parametrize("shape", ["same", "rebinding"])
+def test_a_second_capacity_reads_its_own_tensors(shape: str) -> None:
+    pair = Pair(*(draftfuse.compile(Small(k=2, builder=SHAPES[shape]()), compiler="none", mode=m) for m in MODES))
+    for lengths in ([31, 30, 8], [31], [1, 2], [30]):
+        pair.draft(lambda spec, n=lengths: batch_of(spec, n, seed=len(n)))  # type: ignore[misc]
 
 
 @dataclass
@@ -141,7 +151,7 @@ class Scaled(Small):
 
     def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         hidden, feedback = super().forward(inputs, metadata)
-        return hidden * (1 + 0.3 * metadata["draft"].draft_step), feedback * (1 + 0.3 * metadata["draft"].draft_step)
+        return hidden + metadata["draft"].draft_step * self.place[3], feedback
 
 
 def test_the_step_may_stand_in_the_metadata() -> None:
