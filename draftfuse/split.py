@@ -31,11 +31,16 @@ HOST = (*python_state.SCALARS, torch.Size, slice, range, frozenset, set, Enum)
 
 
 def split_step(spec: Any, num_reqs: int, metadata: dict[str, Any], step: int, last: bool) -> None:
-    """One draft step whose metadata is given: forward, sample, store the token, advance."""
+    """One draft step whose metadata is given: forward, sample, store the token, advance.
+
+    Lifecycle hooks stand around it as around the loop, so that the step is traced in the Python state that they make.
+    """
+    loop.run_hook(spec, "on_multi_step_decode_begin")
     inputs = spec.inputs.view(num_reqs, num_reqs)
     own = {layer: own_object(given, step) for layer, given in metadata.items()}
     tokens = loop.run_step(spec, inputs, own, step, last, loop.graph_tap)
     inputs.draft_tokens[:, step].copy_(tokens)
+    loop.run_hook(spec, "on_multi_step_decode_end")
 
 
 def own_object(metadata: Any, step: int) -> Any:
@@ -80,9 +85,11 @@ class SplitLoop:
 
     def run(self) -> None:
         """All steps; metadata is rebuilt before each."""
+        loop.run_hook(self.spec, "on_multi_step_decode_begin")
         for step, launch in enumerate(self.launch, start=1):
             self.rebuild(step)
             launch()
+        loop.run_hook(self.spec, "on_multi_step_decode_end")
 
     def rebuild(self, step: int) -> None:
         """Rebuild slots and metadata of ``step`` and copy them where the steps read them."""

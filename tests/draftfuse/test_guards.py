@@ -13,6 +13,7 @@ from torch import Tensor
 
 import draftfuse
 from draftfuse import DraftInputs
+from draftfuse.baked import REPLACED
 from draftfuse.errors import StaleAddressError
 from tests.failures.small import Small
 
@@ -100,7 +101,7 @@ def test_changes_behind_containers_and_chains_are_named(fused: draftfuse.FusedDr
     ]
     spec.table["gain"], spec.inner.scale = 1.5, 0.5
     inner, spec.inner = spec.inner, Inner()
-    assert scalars.broken() == ["an object that the loop read its values from was replaced"]
+    assert scalars.broken() == [REPLACED]
     spec.inner = inner
     assert scalars.broken() == []
 
