@@ -60,7 +60,9 @@ def asked(path: str, guard: Any) -> str | None:
         return f"len({path})"
     given = getattr(guard.create_fn, "keywords", {})
     if kind in ("HASATTR", "NOT_PRESENT_IN_GENERIC_DICT"):
-        key, path = given.get("attr"), f"{path}.__dict__"
+        # In torch 2.11 a HASATTR stands at the attribute itself.
+        path, key = (path, given["attr"]) if given.get("attr") else split_path(path)
+        path = f"{path}.__dict__"
     elif kind in _ENTRIES:
         key = given.get("key")
     else:

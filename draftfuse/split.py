@@ -30,7 +30,9 @@ SHOWN = 4
 HOST = (*python_state.SCALARS, torch.Size, slice, range, frozenset, set, Enum)
 
 
-def split_step(spec: Any, num_reqs: int, metadata: dict[str, Any], step: int, last: bool) -> None:
+def split_step(
+    spec: Any, num_reqs: int, metadata: dict[str, Any], step: int, last: bool, extras: dict[str, list[str]]
+) -> None:
     """One draft step whose metadata is given: forward, sample, store the token, advance.
 
     Lifecycle hooks stand around it as around the loop, so that the step is traced in the Python state that they make.
@@ -38,6 +40,9 @@ def split_step(spec: Any, num_reqs: int, metadata: dict[str, Any], step: int, la
     loop.run_hook(spec, "on_multi_step_decode_begin")
     inputs = spec.inputs.view(num_reqs, num_reqs)
     own = {layer: own_object(given, step) for layer, given in metadata.items()}
+    for layer, names in extras.items():
+        for name in names:
+            setattr(own[layer], name, getattr(metadata[layer], name))
     tokens = loop.run_step(spec, inputs, own, step, last, loop.graph_tap)
     inputs.draft_tokens[:, step].copy_(tokens)
     loop.run_hook(spec, "on_multi_step_decode_end")
@@ -53,11 +58,19 @@ def own_object(metadata: Any, step: int) -> Any:
     if not all(f.init for f in fields):
         return metadata
     values = {f.name: step if f.name == STEP else own_object(getattr(metadata, f.name), step) for f in fields}
-    made = type(metadata)(**values)
-    for name, value in getattr(metadata, "__dict__", {}).items():
-        if name not in values:  # set from outside, on an object that is not frozen
-            setattr(made, name, own_object(value, step))
-    return made
+    return type(metadata)(**values)
+
+
+def extra_names(metadata: dict[str, Any]) -> dict[str, list[str]]:
+    """By layer, attributes of dataclass objects that are no fields: set from outside, and on the own object too."""
+    found: dict[str, list[str]] = {}
+    for layer, given in metadata.items():
+        if dataclasses.is_dataclass(given) and not isinstance(given, type):
+            fields = {f.name: f.init for f in dataclasses.fields(given)}
+            extra = [name for name in getattr(given, "__dict__", {}) if name not in fields]
+            if extra and all(fields.values()):
+                found[layer] = extra
+    return found
 
 
 class SplitLoop:
@@ -77,7 +90,9 @@ class SplitLoop:
 
     def _build(self, step: int, settings: Settings) -> Bound:
         start = time.perf_counter()
-        traced = trace(split_step, (self.spec, self.capacity, self.metadata, step, step == self.k - 1))
+        traced = trace(
+            split_step, (self.spec, self.capacity, self.metadata, step, step == self.k - 1, extra_names(self.metadata))
+        )
         seconds = time.perf_counter() - start
         emission, report = finish(traced, self.k, self.capacity, seconds, settings)
         self.reports.append(report)

@@ -101,12 +101,28 @@ class Rebinding(WindowBuilder):
         vars(metadata).update(vars(self.build(common)))
 
 
+@dataclass
+class Aliases:
+    """Two of the fields are set from outside."""
+
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+
+
+def extended(start: Tensor, length: Tensor, **values: Any) -> Any:
+    made = Aliases(**values)
+    vars(made).update(start=start, length=length)
+    return made
+
+
 SHAPES: dict[str, Callable[[], Any]] = {
     "tuple": lambda: Shaped(Fields),
     "plain": lambda: Shaped(Plain),
     "slots": lambda: Shaped(Slots),
     "nested": lambda: Shaped(nested),
     "local": lambda: Shaped(local),
+    "extended": lambda: Shaped(extended),
     "same": Same,
     "rebinding": Rebinding,
 }
