@@ -3,7 +3,8 @@
 Values inside the loop come from a tapped build of the same IR, fed with the tokens that the eager loop drew, so that a
 near-tie of two logits does not read as a divergence. The shipped code is compared by what it leaves behind. Padded
 rows, buffer tails and outputs are poisoned first; then all is done again with changed inputs, so that a frozen value
-shows. Afterwards inputs, KV slots and Python state are as they were.
+shows. Afterwards inputs, KV slots and Python state are as they were. What is poisoned, and how, is the same on every
+device; :mod:`draftfuse.padding` says what a loop may assume of padded rows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftfuse import loop, poison, python_state, validate
+from draftfuse import loop, padding, poison, python_state, validate
 from draftfuse.audit_report import AuditReport, Divergence
 from draftfuse.compare import Rows, differences
 from draftfuse.dispatch import DECODE, Descriptor
@@ -88,16 +89,28 @@ class _Audit:
         """The batch as it is, with other values, and with one row less."""
         pad(self.spec.inputs, self.num_reqs, self.capacity)
         first = Saved(persistent_tensors(self.spec))
+        if not self.padding_holds():
+            return
         for number, change in enumerate((poison.unchanged, poison.shifted, poison.one_row_less)):
             first.restore()
             live = change(self.spec.inputs, self.num_reqs)
             if live < 1:
                 continue
             pad(self.spec.inputs, live, self.capacity)
-            with poison.tables(self.spec, live, self.capacity):
+            with padding.holding(padding.tables(self.spec, live), 0):
                 poison.buffers(self.spec, live, self.capacity, self.k)
                 self.round(number, live)
             self.report.rounds += 1
+
+    def padding_holds(self) -> bool:
+        """Whether the loop keeps to the contract of padded rows; what it does instead goes to the report."""
+        live = min(self.num_reqs, self.capacity - 1)
+        error = padding.check(self.spec, live, self.capacity)
+        if error is not None:
+            name = "block_table of padded rows"
+            self.add(Divergence(0, 1, "padding", name, live, error.expected, error.came, error.source))
+            self.report.notes.append(str(error))
+        return error is None
 
     def round(self, number: int, live: int) -> None:
         """Eager, tapped and shipped from the same state."""

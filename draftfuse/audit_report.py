@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -71,6 +72,12 @@ class AuditReport:
         return "\n".join([console.export_text().rstrip(), *self.notes])
 
     def to_json(self) -> str:
-        """The report as JSON."""
+        """The report as JSON; numbers that JSON does not have (NaN, infinities) as text."""
         fields: dict[str, Any] = asdict(self) | {"ok": self.ok}
-        return json.dumps(fields, default=str)
+        for divergence in fields["divergences"]:
+            divergence |= {name: _in_json(divergence[name]) for name in ("expected", "got")}
+        return json.dumps(fields, default=str, allow_nan=False)
+
+
+def _in_json(value: object) -> object:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,18 +6,29 @@ differs sends the batch to a split loop traced with the new one.
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
+import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
 from torch._guards import TracingContext
 
 from draftfuse.guards import split_path
+from draftfuse.writers import LIBRARIES, is_library
 
 _CONSTANT = ("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH")
-_SCALARS = (int, float, bool, str, type(None))
+_LENGTHS = ("SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK")
+_ENTRIES = ("DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS")
+_SCALARS = (int, float, bool, str, type(None), bytes, complex, torch.dtype, torch.device, frozenset, Enum)
+# How Dynamo writes a class attribute that it found through an object: ``dict(type(L['spec']).__dict__)['scale']``.
+_OF_CLASS = re.compile(r"dict\(type\((?P<owner>.+)\)(\.__mro__\[\d+\])?\.__dict__\)\['(?P<name>\w+)'\]")
+_ASKED = re.compile(r"len\((?P<measured>.+)\)|(?P<key>'[^']*'|\d+) in (?P<container>.+)")
 
 
 def taken(roots: Mapping[str, Any], module_globals: dict[str, Any]) -> dict[str, Any]:
@@ -26,16 +37,49 @@ def taken(roots: Mapping[str, Any], module_globals: dict[str, Any]) -> dict[str,
     found: dict[str, Any] = {}
     for guard in context.guards_context.dynamo_guards if context is not None else ():
         name: Any = guard.name
-        path = name() if callable(name) else name
-        owner, _ = split_path(path) if path else ("", None)
-        if guard.create_fn_name() in _CONSTANT and "[" in owner:
+        if (path := asked(name() if callable(name) else name, guard)) is not None:
             value = _value(path, roots, module_globals)
+            value = frozenset(value) if isinstance(value, set) else value  # Dynamo takes a whole set
             if isinstance(value, _SCALARS):
-                found[path] = value
+                found[as_attribute(path, value, roots, module_globals)] = value
     return dict(sorted(found.items()))
 
 
-REPLACED = "an object that the loop read its values from was replaced"
+def asked(path: str, guard: Any) -> str | None:
+    """What the loop looked at, as an expression over Dynamo's path; None where that is no scalar.
+
+    Beside values these are lengths (``len(L['spec'].scales)``), keys (``'x' in L['spec'].options``) and attributes that
+    an object itself does not have (``'x' in L['spec'].__dict__``): what a default, or a class, stands in for.
+    """
+    kind, owner = guard.create_fn_name(), split_path(path)[0] if path else ""
+    if kind in _CONSTANT:
+        return path if "[" in owner else None
+    if "[" not in path:
+        return None
+    if kind in _LENGTHS:
+        return f"len({path})"
+    given = getattr(guard.create_fn, "keywords", {})
+    if kind in ("HASATTR", "NOT_PRESENT_IN_GENERIC_DICT"):
+        # In torch 2.11 a HASATTR stands at the attribute itself.
+        path, key = (path, given["attr"]) if given.get("attr") else split_path(path)
+        path = f"{path}.__dict__"
+    elif kind in _ENTRIES:
+        key = given.get("key")
+    else:
+        return None
+    return f"{key!r} in {path}" if isinstance(key, (str, int)) else None
+
+
+def as_attribute(path: str, value: Any, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> str:
+    """A class attribute as an attribute of the object that it was read through, where that reads the same."""
+    parts = _OF_CLASS.fullmatch(path)
+    if parts is None:
+        return path
+    through = f"{parts['owner']}.{parts['name']}"
+    return through if _equal(value, _value(through, roots, module_globals)) else path
+
+
+REPLACED = "an object that the loop read its values from, or one of its methods, was replaced"
 
 
 def with_siblings(values: Mapping[str, Any], roots: Mapping[str, Any], count: int) -> dict[str, Any]:
@@ -55,17 +99,32 @@ def with_siblings(values: Mapping[str, Any], roots: Mapping[str, Any], count: in
 
 
 _MISSING = object()
+_BUILTINS = {"type": type, "dict": dict, "len": len}
+
+
+class _Modules(dict[str, Any]):
+    """Modules by the names that Dynamo gives them: ``G['__import_package_dot_module']``."""
+
+    def __missing__(self, key: str) -> Any:
+        return sys.modules[key.removeprefix("__import_").replace("_dot_", ".")]
+
+
+_MODULES = _Modules()
 
 
 def _value(path: str, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> Any:
     try:
-        return eval(path, {"__builtins__": {"type": type}}, {"L": roots, "G": module_globals})  # Dynamo's own path
+        return eval(path, {"__builtins__": _BUILTINS}, {"L": roots, "G": module_globals})  # Dynamo's own path
     except (AttributeError, KeyError, IndexError, NameError, TypeError, SyntaxError):
         return _MISSING
 
 
 def plain(path: str) -> str:
     """A path as a user would write it: ``L['spec'].builder.window`` -> ``spec.builder.window``."""
+    path = re.sub(r"G\['__import_(\w+)'\]", lambda found: found[1].replace("_dot_", "."), path)
+    if (parts := _ASKED.fullmatch(path)) is not None:
+        inner = plain(parts["measured"] or parts["container"])
+        return f"len({inner})" if parts["measured"] else f"{parts['key']} in {inner}"
     for prefix in ("L['", "G['"):
         if path.startswith(prefix):
             return path[3:].replace("']", "", 1)
@@ -85,8 +144,10 @@ class ScalarGuards:
         """Guards on those of ``baked`` that an assignment to an attribute or item could change."""
         comparison, values = _Comparison(roots), {}
         for path, value in baked.items():
-            if path.startswith("L['") and comparison.add(path, value):
+            if comparison.add(path, value):
                 values[path] = value
+        for path in methods_of(roots):
+            comparison.methods(path)
         current = {path: _reader(path, roots) for path in values}
         return cls(values, comparison.compiled(), current)
 
@@ -99,12 +160,18 @@ class ScalarGuards:
         return named or [REPLACED]
 
 
+def methods_of(roots: Mapping[str, Any]) -> list[str]:
+    """Paths of the objects whose methods the loop runs: the speculator and its builders."""
+    groups = range(len(roots["spec"].attn_groups)) if "spec" in roots else ()
+    return [f"L['{name}']" for name in roots] + [f"L['spec'].attn_groups[{index}].builder" for index in groups]
+
+
 def _reader(path: str, roots: Mapping[str, Any]) -> Callable[[], Any]:
-    return lambda: _value(path, roots, {})
+    return lambda: _value(path, roots, _MODULES)
 
 
 def _equal(old: Any, new: Any) -> bool:
-    return type(old) is type(new) and bool(old == new)
+    return (type(old) is type(new) or isinstance(old, frozenset)) and bool(old == new)
 
 
 class _Comparison:
@@ -117,15 +184,43 @@ class _Comparison:
         self.terms: list[str] = []
 
     def add(self, path: str, value: Any) -> bool:
-        owner_path, key = split_path(path)
-        owner = _value(owner_path, self.roots, {})
-        if not _can_change(owner, key):
+        read = self.question(path) if _ASKED.fullmatch(path) else self.attribute(path)
+        if read is None:
             return False
-        read = _access(self.owner(owner_path, owner), owner, key)
-        self.terms.append(
-            f"{read} is {value!r}" if value is None or isinstance(value, bool) else f"{read} == {self.constant(value)}"
-        )
+        is_named = value is None or isinstance(value, bool)
+        self.terms.append(f"({read}) is {value!r}" if is_named else f"{read} == {self.constant(value)}")
         return True
+
+    def methods(self, path: str) -> None:
+        """The class of an object, the functions that it has from classes of the user's, and those of its own."""
+        owner = _value(path, self.roots, _MODULES)
+        klass, name = type(owner), self.owner(path, owner)
+        if is_library(klass):
+            return
+        self.terms.append(f"{name}.__class__ is {self.constant(klass)}")
+        known = {n for base in klass.__mro__ if not is_library(base) for n in vars(base)}
+        for method in sorted(n for n in known if inspect.isfunction(inspect.getattr_static(klass, n, None))):
+            self.terms.append(f"{self.constant(klass)}.{method} is {self.constant(getattr(klass, method))}")
+        for attribute, value in getattr(owner, "__dict__", {}).items():
+            if inspect.isroutine(value) and attribute.isidentifier():
+                self.terms.append(f"{name}.{attribute} is {self.constant(value)}")
+
+    def attribute(self, path: str) -> str | None:
+        """How an attribute or item is read; None where nobody can assign it."""
+        owner_path, key = split_path(path)
+        owner = _value(owner_path, self.roots, _MODULES)
+        return _access(self.owner(owner_path, owner), owner, key) if _can_change(owner, key) else None
+
+    def question(self, path: str) -> str | None:
+        """How a length is taken, or a key looked up; None where neither can change."""
+        parts = _ASKED.fullmatch(path)
+        assert parts is not None
+        container_path = parts["measured"] or parts["container"]
+        container = _value(container_path, self.roots, _MODULES)
+        if not isinstance(container, (dict, list, set, deque)) or container_path.startswith("dict("):
+            return None
+        name = self.owner(container_path, container)
+        return f"len({name})" if parts["measured"] else f"{parts['key']} in {name}"
 
     def owner(self, path: str, owner: Any) -> str:
         """The bound name of an object, with the identity of everything on the way to it in the comparison."""
@@ -133,9 +228,11 @@ class _Comparison:
             self.owners[path] = name = f"o{len(self.owners)}"
             self.names[name] = owner
             above, key = split_path(path)
-            parent = _value(above, self.roots, {}) if above and above != "L" else _MISSING
-            if _can_change(parent, key):
-                self.terms.append(f"{_access(self.owner(above, parent), parent, key)} is {name}")
+            parent = _value(above, self.roots, _MODULES) if above and above not in ("L", "G") else _MISSING
+            if parent is not _MISSING and key != "__dict__":
+                access = _access(self.owner(above, parent), parent, key)  # what a tuple holds stays; the tuple may not
+                if _can_change(parent, key):
+                    self.terms.append(f"{access} is {name}")
         return self.owners[path]
 
     def constant(self, value: Any) -> str:
@@ -161,13 +258,26 @@ def _access(name: str, owner: Any, key: Any) -> str:
 
 
 def _can_change(owner: Any, key: Any) -> bool:
-    """Whether ``owner`` is an object of the user's that holds ``key`` itself and lets it be assigned."""
+    """Whether ``owner`` is an object, class or module of the user's that lets ``key`` be assigned, or a container."""
     if isinstance(owner, (dict, list)):
         return True
-    if owner is _MISSING or isinstance(owner, (type, tuple, torch.nn.Module, torch.Tensor)) or not isinstance(key, str):
+    if isinstance(owner, types.CellType):
+        return bool(key == "cell_contents")
+    if not isinstance(key, str) or not key.isidentifier() or owner is _MISSING:
         return False
-    parameters = getattr(type(owner), "__dataclass_params__", None)
-    return key.isidentifier() and not getattr(parameters, "frozen", False) and key in _own_names(owner)
+    if isinstance(owner, types.ModuleType):
+        return owner.__name__.split(".")[0] not in LIBRARIES
+    if isinstance(owner, type):
+        return not is_library(owner)
+    if isinstance(owner, (tuple, torch.Tensor)) or (isinstance(owner, torch.nn.Module) and is_library(type(owner))):
+        return False
+    frozen = getattr(getattr(type(owner), "__dataclass_params__", None), "frozen", False)
+    return not frozen and (key in _own_names(owner) or _is_plain(inspect.getattr_static(type(owner), key, None)))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a class holds a value itself, so that an assignment to the object, or to the class, changes it."""
+    return isinstance(value, _SCALARS) and value is not None
 
 
 def _own_names(owner: Any) -> Iterator[str]:

@@ -69,6 +69,11 @@ class Exclusive:
         todo = "Compile the speculator again."
         return ClosedError("the compiled loop is closed", "a call after close()", "no further call", todo)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the loop was closed by its user, so that nothing is left to drop."""
+        return self.closed and self.lost is None and self.device_lost is None
+
     def reopen(self, to_close: bool = False) -> None:
         """Admit calls again after a lost rank; after a lost device, only the one that drops everything."""
         if self.lost is not None or (to_close and self.device_lost is not None):

@@ -111,6 +111,8 @@ class FusedDraft:
             max_seq_len: host upper bound on seq_lens before the call, for guards; max_model_len by default.
             capacity: pad to at least this many rows (all ranks of a group must agree on it).
         """
+        if max_seq_len is not None:
+            validate.check_length(max_seq_len, self.spec.max_model_len)
         with self._exclusive:
             key = (num_reqs, k, capacity)
             plan = self._calls[key] if key in self._calls else self._decode_plan(*key)
@@ -137,6 +139,7 @@ class FusedDraft:
         self, num_reqs: int, num_tokens: int, k: int | None = None, max_query_len: int | None = None
     ) -> Decision:
         """Which graphs a batch would use, and why. A batch is uniform where ``num_tokens == num_reqs * (K + 1)``."""
+        validate.check_rows(num_reqs, self.spec.max_num_reqs)
         k = self._check_k(self.ladder.k_for(num_reqs) if k is None else k)
         uniform = num_tokens == num_reqs * self.ladder.query_len
         return self.ladder.decide(
@@ -149,7 +152,7 @@ class FusedDraft:
         Under ``graph_memory_budget`` a capacity whose graphs would pass the budget is left out, with a line in the
         report; its batches pad to the next larger one that was captured.
         """
-        wanted = [self._check_k(k) for k in ks] if ks is not None else [self.ladder.max_k]
+        wanted = [self.ladder.max_k] if ks is None else validate.check_ks(ks, self.ladder.max_k)
         with self._exclusive:
             budget.capture_all(self, wanted, progress)
 
@@ -158,14 +161,11 @@ class FusedDraft:
 
         With ``skip_attn`` every layer's metadata is None, as before KV caches exist.
         """
-        tokens = num_tokens or num_reqs
+        tokens = num_reqs if num_tokens is None else num_tokens
+        validate.check_dummy(self.spec, num_reqs, tokens)
         with self._exclusive:
-            fill_dummy(self.spec, num_reqs, max(1, tokens // num_reqs))
-            if skip_attn:
-                layers = [name for group in self.spec.attn_groups for name in group.layer_names]
-                self.spec.forward(self.spec.inputs.view(num_reqs, tokens), dict.fromkeys(layers))
-            else:
-                loop.prefill(self.spec, num_reqs, tokens, tokens, self.spec.max_model_len)
+            fill_dummy(self.spec, num_reqs, tokens // num_reqs)
+            loop.dummy_prefill(self.spec, num_reqs, tokens, skip_attn)
 
     def explain(self) -> str:
         """Which pass changed what, in how many places, what fell back and why, what was called how often."""
@@ -174,7 +174,8 @@ class FusedDraft:
     def audit(self, batch: DraftBatch, k: int | None = None) -> AuditReport:
         """Run the compiled loop beside the eager one on ``batch`` and compare every value that both have.
 
-        Costs three eager loops and a build of the loop with its values recorded. The state is as before afterwards.
+        Costs three eager loops, one eager step and a build of the loop with its values recorded. The state is as before
+        afterwards.
 
         Returns:
             A report whose ``first`` is the first divergence, as (draft step, phase, tensor, request, expected, got,
@@ -199,7 +200,9 @@ class FusedDraft:
             wait_for(self, timeout)
 
     def close(self) -> None:
-        """Drop all graphs and code. Later calls raise :class:`ClosedError`."""
+        """Drop all graphs and code. Later calls raise :class:`ClosedError`; closing again does nothing."""
+        if self._exclusive.is_settled:
+            return
         self._exclusive.reopen(to_close=True)
         with self._exclusive:
             self._exclusive.closed = True

@@ -121,21 +121,37 @@ def check_bounds(func: Any, args: tuple[Any, ...]) -> None:
                 "Make the table as long as the largest position including the draft steps, or mask the rows past it; "
                 "a padded row (seq_len 0) has any block table."
             )
-            if func is aten.index_copy_.default and low < 0:
+            if func in (aten.index_copy.default, aten.index_copy_.default) and low < 0:
                 todo = "Write with draftfuse.ops.write_kv, which skips the negative slots of padded rows."
             raise UnsafeLoopError(
                 "an index leaves its table", came, f"{negative} <= index < {rows}", todo, user_frame()
             )
 
 
-_STRICT = (aten.embedding.default, aten.gather.default, aten.index_select.default, aten.index_copy_.default)
+_ALONG = (  # (table, dim, index, ...)
+    aten.gather.default,
+    aten.index_select.default,
+    aten.index_copy.default,
+    aten.index_copy_.default,
+    aten.index_add.default,
+    aten.index_add_.default,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter_.src,
+    aten.scatter_.value,
+    aten.scatter_add.default,
+    aten.scatter_add_.default,
+)
+_STRICT = (aten.embedding.default, *_ALONG)
 
 
 def _lookups(func: Any, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int, Tensor]]:
     if func is aten.embedding.default:
         yield args[0], 0, args[1]
-    elif func in (aten.gather.default, aten.index_select.default) or func is aten.index_copy_.default:
+    elif func in _ALONG:
         yield args[0], args[1], args[2]
+    elif func is aten.take.default:
+        yield args[0].flatten(), 0, args[1]
     elif func in (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default):
         yield from ((args[0], dim, index) for dim, index in enumerate(args[1]) if index is not None)
 

@@ -111,7 +111,7 @@ def probe(
     hooked = _after_hooks(spec, before)
     journal = Journal(on_opaque=reads)
     try:
-        with journal, checked_kind(spec, rows) as checked, _named_failures(), watched_ranks() as branches:
+        with journal, checked_kind(spec, rows) as checked, named_failures(), watched_ranks() as branches:
             loop.decode_loop(checked, rows, max(2, k))
         after = python_state.of_speculator(spec)
         changes = [of_change(c) for c in python_changes.diff(before, after) if c.path not in hooked]
@@ -137,7 +137,7 @@ def _repeats(spec: Any, rows: int, k: int) -> bool:
 
 
 @contextmanager
-def _named_failures() -> Iterator[None]:
+def named_failures() -> Iterator[None]:
     """What a user's code raises on dummy rows, with the line that raises it."""
     try:
         yield

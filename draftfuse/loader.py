@@ -6,6 +6,7 @@ from collections.abc import Callable
 from operator import attrgetter, is_not
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from draftfuse.errors import InvalidBatchError
@@ -14,6 +15,7 @@ from draftfuse.speculator import DraftBatch
 
 MAX_LAUNCHES = 256
 FLOATING = ("temperature", "hidden_states")
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 _read, _write = attrgetter(*READ), attrgetter(*WRITTEN)
 _data_ptr = Tensor.data_ptr
@@ -30,14 +32,17 @@ class Loader:
     def __init__(self, spec: Any) -> None:
         self.spec = spec
         self.launches: dict[tuple[object, ...], Callable[[], None]] = {}
+        self.checked: set[tuple[object, ...]] = set()
         self._look()
 
     def _look(self) -> None:
         """Take the inputs as they are now."""
         self.written: tuple[Tensor, ...] = _write(self.spec.inputs)
         self.on_cuda = self.written[0].is_cuda
-        self.storages = {t.untyped_storage().data_ptr() for t in self.written}
+        tables = [t for g in self.spec.attn_groups for t in (g.slot_mapping, g.block_table)]
+        self.owned = [*self.spec.inputs.named_tensors().values(), *tables]  # held, so that their addresses stay theirs
         self.launches.clear()
+        self.checked.clear()
 
     def load(self, batch: DraftBatch, capacity: int, query_len: int) -> None:
         """Copy a batch into the inputs, and make rows up to ``capacity`` dead.
@@ -60,7 +65,11 @@ class Loader:
         if (launch := self.launches.get(key)) is not None:
             launch()
             return
-        self._check(read)
+        if key not in self.checked:
+            self._check(read)
+            if len(self.checked) >= MAX_LAUNCHES:
+                self.checked.clear()
+            self.checked.add(key)
         if not self.on_cuda:
             load_rows(self.written, read, rows, tokens, capacity, query_len)
             return
@@ -74,15 +83,26 @@ class Loader:
 
     def _check(self, read: tuple[Tensor, ...]) -> None:
         """What holds for an address and dtype once and for all: it is not looked at again."""
-        device = self.written[0].device
+        device, extents = self.written[0].device, list(map(extent, self.owned))
         for name, tensor in zip(READ, read, strict=False):
             if tensor.device != device:
                 _fail(f"batch.{name} is on another device", tensor.device, device)
-            if tensor.is_floating_point() is not (name in FLOATING):
-                kind = "a floating dtype" if name in FLOATING else "an integer dtype"
-                _fail(f"batch.{name} has a wrong dtype", tensor.dtype, kind)
-            if tensor.untyped_storage().data_ptr() in self.storages:
+            if name in FLOATING and not tensor.is_floating_point():
+                _fail(f"batch.{name} has a wrong dtype", tensor.dtype, "a floating dtype")
+            if name not in FLOATING and tensor.dtype not in INTEGERS:
+                _fail(f"batch.{name} has a wrong dtype", tensor.dtype, "an integer dtype")
+            start, end = extent(tensor)
+            if any(start < last and first < end for first, last in extents):
                 _fail(f"batch.{name} lies in the speculator's inputs", "the same memory", "memory of its own")
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of ``tensor`` and behind its last one."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (steps + 1) * tensor.element_size()
 
 
 def _fail(what: str, came: object, expected: object) -> None:

@@ -185,6 +185,15 @@ def prefill(spec: Any, num_reqs: int, num_tokens: int, max_query_len: int, max_s
     run_hook(spec, "on_prefill_end")
 
 
+def dummy_prefill(spec: Any, num_reqs: int, num_tokens: int, skip_attn: bool) -> None:
+    """Draft step 0 on dead rows; with ``skip_attn`` the forward alone, without metadata."""
+    if skip_attn:
+        layers = [name for group in spec.attn_groups for name in group.layer_names]
+        spec.forward(spec.inputs.view(num_reqs, num_tokens), dict.fromkeys(layers))
+    else:
+        prefill(spec, num_reqs, num_tokens, num_tokens, spec.max_model_len)
+
+
 def propose_loop(spec: Any, num_reqs: int, query_len: int, k: int, tap: Tap = no_tap) -> None:
     """All of a uniform batch: draft step 0 over ``query_len`` tokens a row, then draft steps 1..k-1."""
     prefill(spec, num_reqs, num_reqs * query_len, query_len, spec.max_model_len)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,20 +30,6 @@ def buffers(spec: Any, live: int, capacity: int, k: int) -> None:
         fill(inputs.draft_logits[:capacity, 1:k])
     for group in spec.attn_groups:
         fill(group.slot_mapping)
-
-
-@contextmanager
-def tables(spec: Any, live: int, capacity: int) -> Iterator[None]:
-    """Poison the block-table rows of padded rows; on CUDA with block 0, as a stray huge one would end the context."""
-    tails = [g.block_table[live:] for g in spec.attn_groups]
-    kept = [t.clone() for t in tails]
-    try:
-        for tail in tails:
-            tail.fill_(0 if tail.is_cuda else HUGE)
-        yield
-    finally:
-        for tail, copy in zip(tails, kept, strict=True):
-            tail.copy_(copy)
 
 
 def memory(chunks: Iterable[Tensor]) -> None:

@@ -6,6 +6,7 @@ never again; so one eager run is compared with the state before it, and tracing 
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -199,6 +200,8 @@ def summary(value: Any) -> Any:
         return ("tensor", id(value), tuple(value.shape), value.dtype)
     if isinstance(value, (dict, list, set, deque)):
         return (type(value).__name__, len(value))
+    if isinstance(value, itertools.count):
+        return ("count", repr(value))
     if isinstance(value, torch.Generator):
         return ("generator", value.initial_seed())
     return ("tuple", len(value)) if isinstance(value, tuple) else (type(value).__name__,)

@@ -35,7 +35,7 @@ class AcrossRanks:
             raise InvalidOptionError("the ranks are not described", sorted(sizes), "three of one length", todo)
         for name in ("num_reqs", "num_tokens", "max_query_len"):
             numbers = tuple(getattr(self, name))
-            if not all(isinstance(n, int) and n >= 0 for n in numbers):
+            if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
                 raise InvalidOptionError(f"{name} of the ranks is no count", numbers, "ints >= 0", "Correct them.")
             object.__setattr__(self, name, numbers)
 
@@ -66,8 +66,16 @@ class AcrossRanks:
         return all(reqs == 0 or (longest == query_len and tokens == reqs * query_len) for reqs, tokens, longest in rows)
 
     def check(self, batch: DraftBatch) -> None:
-        """Raise :class:`InvalidBatchError` unless one of the ranks has a batch of these sizes."""
-        mine = (batch.num_reqs, batch.num_tokens)
-        if mine not in zip(self.num_reqs, self.num_tokens, strict=True):
-            todo = "Gather the sizes anew in every scheduler step, on every rank."
+        """Raise :class:`InvalidBatchError` unless one of the ranks has a batch of these sizes.
+
+        A rank may give a larger ``max_query_len`` than its batch has, never a smaller one: a ragged batch could pass
+        for a uniform one.
+        """
+        todo = "Gather the sizes anew in every scheduler step, on every rank."
+        mine, ranks = (batch.num_reqs, batch.num_tokens), zip(self.num_reqs, self.num_tokens, strict=True)
+        longest = [most for sizes, most in zip(ranks, self.max_query_len, strict=True) if sizes == mine]
+        if not longest:
             raise InvalidBatchError("the batch is that of no rank", mine, "num_reqs, num_tokens of a rank", todo)
+        if batch.max_query_len is not None and batch.num_reqs > 0 and max(longest) < batch.max_query_len:
+            what, expected = "the batch has longer queries than its rank", f"at most {max(longest)} tokens a request"
+            raise InvalidBatchError(what, f"max_query_len={batch.max_query_len}", expected, todo)

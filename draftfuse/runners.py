@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from draftfuse import loop, python_state
-from draftfuse.baked import REPLACED, ScalarGuards, plain
+from draftfuse.baked import ScalarGuards, plain
 from draftfuse.build import Settings, build, steps_differ
 from draftfuse.dispatch import DECODE, PREFILL, PROPOSE, Descriptor, Ladder
 from draftfuse.environment import named_memory
@@ -84,8 +84,8 @@ class Runners:
     def split_for(self, descriptor: Descriptor, host_values: tuple[Any, ...]) -> Runner:
         """A split runner for host values that a fused capture does not cover (bounded cache)."""
         key = (descriptor, *host_values)
-        if any(value is REPLACED for value in host_values):
-            self._guarded.pop(key, None)  # says nothing of the object that came instead: build anew
+        if key in self._guarded and self._guarded[key].scalars.broken():
+            del self._guarded[key]  # what it was traced with has changed once more
         if key not in self._guarded:
             while len(self._guarded) >= MAX_GUARDED:
                 self._guarded.pop(next(iter(self._guarded)))

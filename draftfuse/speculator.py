@@ -97,6 +97,11 @@ class CommonMetadata:
     """What a metadata builder may read: views of the persistent inputs, this group's tables, and host upper bounds.
 
     Attention of row r reads ``block_table[r]``; the batch row and the table row are the same.
+
+    Padded rows have ``seq_lens`` 0, positions 0, ``idx_mapping`` and slots -1, and one token each; their rows of
+    ``block_table`` hold *anything* (an engine leaves -1 or old blocks there). A builder may compute with those rows,
+    never index with what comes of them, and nothing of them may reach a live row: mask by ``seq_lens > 0``. The audit
+    checks it, in the same way on every device.
     """
 
     positions: Tensor  # i64[T]

@@ -2,7 +2,8 @@
 
 The padding contract, per buffer, for rows at and past the live ones: ``seq_lens`` 0, ``positions`` 0, ``input_ids`` 0,
 ``idx_mapping`` -1, ``temperature`` 0, slots -1; ``query_start_loc`` goes on counting one token a row in decode and
-stays at the last token in prefill. Nothing that a padded row holds reaches a live one: other buffers hold anything.
+stays at the last token in prefill. Nothing that a padded row holds reaches a live one: other buffers, and the padded
+rows of a block table, hold anything (:mod:`draftfuse.padding` checks a loop against that).
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -138,6 +138,13 @@ def check_k(k: object, largest: int) -> int:
     return k
 
 
+def check_ks(ks: object, largest: int) -> list[int]:
+    """Numbers of draft tokens to capture for."""
+    if not isinstance(ks, Iterable):
+        raise InvalidOptionError("ks is no list", repr(ks), f"a list of ints in 0..{largest}", f"Pass [{ks!r}].")
+    return [check_k(k, largest) for k in ks]
+
+
 def check_capacities(capacities: object, max_num_reqs: int) -> list[int]:
     """The request ladder, ascending: ``"pow2"`` or an explicit list."""
     if capacities == "pow2":
@@ -154,11 +161,27 @@ def check_capacities(capacities: object, max_num_reqs: int) -> list[int]:
     return sorted(good)
 
 
+def check_length(max_seq_len: object, largest: int) -> None:
+    """Raise :class:`InvalidBatchError` unless ``max_seq_len`` can be a host bound on seq_lens, 0..largest."""
+    if not isinstance(max_seq_len, int) or isinstance(max_seq_len, bool) or not 0 <= max_seq_len <= largest:
+        todo = "Pass the longest seq_len of the batch, or None."
+        raise InvalidBatchError("max_seq_len is out of range", repr(max_seq_len), f"0..max_model_len={largest}", todo)
+
+
 def check_rows(num_reqs: object, largest: int) -> None:
     """Raise :class:`InvalidBatchError` unless ``num_reqs`` is a number of requests, 0..largest."""
     if not isinstance(num_reqs, int) or isinstance(num_reqs, bool) or not 0 <= num_reqs <= largest:
         todo = "Split the batch, or compile a larger speculator."
         raise InvalidBatchError("num_reqs is out of range", repr(num_reqs), f"0..max_num_reqs={largest}", todo)
+
+
+def check_dummy(spec: Any, num_reqs: int, num_tokens: int) -> None:
+    """Raise :class:`InvalidBatchError` unless a dummy run can have ``num_reqs`` rows of ``num_tokens`` in all."""
+    check_rows(num_reqs, spec.max_num_reqs)
+    room = spec.inputs.positions.shape[0]
+    if not isinstance(num_tokens, int) or not 1 <= num_reqs <= num_tokens <= room:
+        came, expected = f"{num_tokens} tokens in {num_reqs} rows", f"1 <= num_reqs <= num_tokens <= {room}"
+        raise InvalidBatchError("a dummy run of these sizes cannot be", came, expected, "Correct them.")
 
 
 def check_table(table: object, largest: int) -> dict[int, int]:
@@ -181,49 +204,80 @@ def check_batch(spec: Any, batch: DraftBatch) -> None:
     Reads host metadata only and is on the path of every call. That each request has at least one token, and that no
     value is out of range, stands on the device and is not looked at.
     """
-    rows, tokens, longest = batch.num_reqs, batch.num_tokens, batch.max_query_len
-    sound = 0 <= rows <= spec.max_num_reqs and rows <= tokens <= spec.inputs.positions.size(0) and (rows or not tokens)
-    sound = sound and batch.max_seq_len <= spec.max_model_len and _is_longest(longest, rows, tokens)
-    if not sound or not all(t.size(0) >= rows and t.is_contiguous() for t in _per_row(batch)):
-        _explain_batch(spec, batch)
-    if not all(t.size(0) >= tokens and t.is_contiguous() for t in _per_token(batch)):
-        _explain_batch(spec, batch)
-    wide = batch.hidden_states.dim() == 2 and batch.hidden_states.size(1) == spec.inputs.hidden_states.size(1)
-    if not wide or batch.query_start_loc.size(0) <= rows or not batch.query_start_loc.is_contiguous():
+    try:
+        sound = _fits(spec, batch)
+    except (AttributeError, TypeError):  # a field is no tensor: named below
+        sound = False
+    if not sound:
         _explain_batch(spec, batch)
 
 
+_COUNTS = ("num_reqs", "num_tokens", "max_seq_len")
 _PER_ROW = ("seq_lens", "num_rejected", "last_sampled", "temperature", "seeds", "idx_mapping")
-_PER_TOKEN = ("input_ids", "positions", "hidden_states")
-_per_row, _per_token = attrgetter(*_PER_ROW), attrgetter(*_PER_TOKEN)
+_PER_TOKEN = ("input_ids", "positions")
+_counts, _per_row, _per_token = attrgetter(*_COUNTS), attrgetter(*_PER_ROW), attrgetter(*_PER_TOKEN)
+
+
+def _fits(spec: Any, batch: DraftBatch) -> bool:
+    rows, tokens, bound = _counts(batch)
+    inputs, hidden = spec.inputs, batch.hidden_states
+    if not type(rows) is type(tokens) is type(bound) is int or not 0 <= rows <= spec.max_num_reqs:
+        return False
+    if not rows <= tokens <= min(rows * bound, inputs.positions.size(0)) or not 0 <= bound <= spec.max_model_len:
+        return False
+    return (
+        _is_longest(batch.max_query_len, rows, tokens)
+        and hidden.dim() == 2
+        and hidden.size(1) == inputs.hidden_states.size(1)
+        and hidden.size(0) >= tokens
+        and hidden.is_contiguous()
+        and _is_long(batch.query_start_loc, rows + 1)
+        and all(_is_long(t, rows) for t in _per_row(batch))
+        and all(_is_long(t, tokens) for t in _per_token(batch))
+    )
+
+
+def _is_long(tensor: Tensor, length: int) -> bool:
+    return tensor.dim() == 1 and tensor.size(0) >= length and tensor.is_contiguous()
 
 
 def _is_longest(longest: int | None, rows: int, tokens: int) -> bool:
     """Whether ``longest`` can be the most tokens of a request where ``rows`` requests have ``tokens`` in all."""
-    return longest is None or rows == 0 or (longest <= tokens - rows + 1 and longest * rows >= tokens)
+    if longest is None or type(longest) is not int:
+        return longest is None
+    return rows == 0 or (longest <= tokens - rows + 1 and longest * rows >= tokens)
 
 
-def _explain_batch(spec: Any, batch: DraftBatch) -> None:
+def _explain_batch(spec: Any, batch: DraftBatch) -> NoReturn:
     """Raise the error for the first thing that is wrong."""
 
-    def fail(what: str, came: object, expected: object) -> None:
+    def fail(what: str, came: object, expected: object) -> NoReturn:
         raise InvalidBatchError(what, came, expected, "Correct or split the batch, or compile a larger speculator.")
 
+    for name in _COUNTS:
+        if type(number := getattr(batch, name, None)) is not int:
+            fail(f"batch.{name} is no count", repr(number), "an int")
     rows, tokens, room = batch.num_reqs, batch.num_tokens, spec.inputs.positions.shape[0]
     check_rows(rows, spec.max_num_reqs)
     if not rows <= tokens <= room or (tokens and not rows):
         fail("num_tokens is out of range", tokens, f"{rows}..{room if rows else 0} for num_reqs={rows}")
-    if batch.max_seq_len > spec.max_model_len:
-        fail("max_seq_len is out of range", batch.max_seq_len, f"at most max_model_len={spec.max_model_len}")
-    if not _is_longest(batch.max_query_len, rows, tokens):
-        fail("max_query_len cannot be", batch.max_query_len, f"what fits num_reqs={rows}, num_tokens={tokens}")
-    came, size = tuple(batch.hidden_states.shape), spec.inputs.hidden_states.shape[1]
-    if len(came) != 2 or came[1] != size:
-        fail("batch.hidden_states has a wrong shape", came, f"[num_tokens, {size}]")
-    lengths = dict.fromkeys(_PER_TOKEN, tokens) | dict.fromkeys(_PER_ROW, rows) | {"query_start_loc": rows + 1}
-    for name, length in lengths.items():
-        tensor = getattr(batch, name)
-        if tensor.shape[0] < length:
-            fail(f"batch.{name} is too short", tensor.shape[0], f"at least {length}")
+    if not 0 <= batch.max_seq_len <= spec.max_model_len or rows * batch.max_seq_len < tokens:
+        expected = f"at most max_model_len={spec.max_model_len}, and room for num_tokens={tokens} in {rows} requests"
+        fail("max_seq_len is out of range", batch.max_seq_len, expected)
+    longest = getattr(batch, "max_query_len", None)
+    if not _is_longest(longest, rows, tokens):
+        fail("max_query_len cannot be", longest, f"what fits num_reqs={rows}, num_tokens={tokens}")
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_PER_ROW, (rows,))
+    shapes |= dict.fromkeys(_PER_TOKEN, (tokens,))
+    shapes |= {"query_start_loc": (rows + 1,), "hidden_states": (tokens, spec.inputs.hidden_states.shape[1])}
+    for name, shape in shapes.items():
+        tensor = getattr(batch, name, None)
+        if not isinstance(tensor, Tensor):
+            fail(f"batch.{name} is no tensor", repr(tensor), f"a tensor of shape {shape}")
+        if tensor.dim() != len(shape) or tensor.shape[1:] != shape[1:]:
+            fail(f"batch.{name} has a wrong shape", tuple(tensor.shape), shape)
+        if tensor.shape[0] < shape[0]:
+            fail(f"batch.{name} is too short", tensor.shape[0], f"at least {shape[0]}")
         if not tensor.is_contiguous():
             fail(f"batch.{name} is not contiguous", tensor.stride(), "a contiguous tensor")
+    raise AssertionError(f"a batch that does not fit for no known reason: {batch}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from draftfuse.errors import SourceLine
 
-_LIBRARIES = ("builtins", "torch", "typing", "abc", "collections", "dataclasses", "contextvars", "draftfuse")
+LIBRARIES = ("builtins", "torch", "typing", "abc", "collections", "dataclasses", "contextvars", "draftfuse")
 _CHANGERS = (
     "append",
     "extend",
@@ -86,4 +86,4 @@ def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 def is_library(klass: type) -> bool:
     """Whether a class belongs to Python or torch rather than to a user."""
     module = klass.__module__ or ""
-    return module.split(".")[0] in _LIBRARIES
+    return module.split(".")[0] in LIBRARIES

@@ -77,10 +77,15 @@ class Drafter(draftfuse.Speculator):
         return (hidden @ self.embedding.T).argmax(-1)
 
 
-def draft(mode: str, device: str) -> tuple[list[list[int]], draftfuse.FusedDraft]:
-    """Draft after 20, 15 and 3 tokens of context."""
+def make() -> Drafter:
+    """The drafter, with the same random weights at every call."""
     torch.manual_seed(0)
-    spec = Drafter(device)
+    return Drafter("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def draft(mode: str) -> tuple[list[list[int]], draftfuse.FusedDraft]:
+    """Draft after 20, 15 and 3 tokens of context."""
+    spec = make()
     fused = draftfuse.compile(spec, mode=mode, compiler="none")
     spec.inputs.seq_lens[:ROWS] = torch.tensor([20, 15, 3], dtype=torch.int32)
     spec.inputs.positions[:ROWS] = spec.inputs.seq_lens[:ROWS] - 1
@@ -91,9 +96,8 @@ def draft(mode: str, device: str) -> tuple[list[list[int]], draftfuse.FusedDraft
 
 def main() -> None:
     """Fused drafts are those of the loop that rebuilds its metadata at every step."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokens, fused = draft("fused", device)
-    rebuilt, _ = draft("eager", device)
+    tokens, fused = draft("fused")
+    rebuilt, _ = draft("eager")
     print(fused.explain())
     print("drafts", tokens)
     print("equal to rebuilding at every step:", tokens == rebuilt)

@@ -15,6 +15,14 @@ import typer
 import draftfuse
 from draftfuse.reference import DraftModelSpeculator, Limits, small_config
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make() -> DraftModelSpeculator:
+    """The speculator, with the same random weights at every call."""
+    limits = Limits(num_speculative_tokens=3, max_num_reqs=2, max_model_len=64)
+    return DraftModelSpeculator.random(small_config(num_layers=2), limits, device=DEVICE)
+
 
 def make_batch(device: str) -> draftfuse.DraftBatch:
     """What an engine knows after a step: request 0 verified 3 tokens and rejected the last, request 1 verified 2."""
@@ -37,12 +45,9 @@ def make_batch(device: str) -> draftfuse.DraftBatch:
 
 def main(compiler: Annotated[str, typer.Option(help="inductor or none")] = "none") -> None:
     """Draft in one compiled callable and step by step, and compare."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    config, limits = small_config(num_layers=2), Limits(num_speculative_tokens=3, max_num_reqs=2, max_model_len=64)
     for mode in ("eager", "fused"):
-        speculator = DraftModelSpeculator.random(config, limits, device=device)
-        fused = draftfuse.compile(speculator, mode=mode, compiler=compiler)
-        print(mode, fused.propose(make_batch(device)).tolist())
+        fused = draftfuse.compile(make(), mode=mode, compiler=compiler)
+        print(mode, fused.propose(make_batch(DEVICE)).tolist())
     print(fused.explain())
 
 

@@ -2,6 +2,7 @@
 
     python examples/eagle.py                        # the eager kernels in one callable: nothing to compile
     python examples/eagle.py --compiler inductor    # generated code
+    draftfuse lint examples/eagle.py:make           # the same for audit and bisect, and for the other examples
 
 The speculator itself is draftfuse/reference/eagle.py.
 """
@@ -19,12 +20,19 @@ from draftfuse.reference import EagleSpeculator, Engine, Limits, Target
 PROMPT = "class Counter:\n    def __init__(self) -> None:\n        self."
 
 
+LIMITS = Limits(num_speculative_tokens=4, max_num_reqs=1, max_model_len=256, max_num_tokens=128)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make() -> EagleSpeculator:
+    """The speculator; what ``draftfuse lint``, ``audit`` and ``bisect`` ask for."""
+    return EagleSpeculator.from_packaged(LIMITS, DEVICE)
+
+
 def main(compiler: Annotated[str, typer.Option(help="inductor or none")] = "none", tokens: int = 48) -> None:
     """Generate with drafts and without, and show that the text is the same."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    limits = Limits(num_speculative_tokens=4, max_num_reqs=1, max_model_len=256, max_num_tokens=128)
-    target = Target.from_packaged(limits, device)
-    fused = draftfuse.compile(EagleSpeculator.from_packaged(limits, device), compiler=compiler)
+    target = Target.from_packaged(LIMITS, DEVICE)
+    fused = draftfuse.compile(make(), compiler=compiler)
 
     prompt = list(PROMPT.encode())  # a token is a byte
     drafted = Engine(target, fused).generate([prompt], tokens)

@@ -16,14 +16,20 @@ import typer
 import draftfuse
 from draftfuse.reference import Engine, Limits, StaticDrafter, Target, small_config
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CONFIG, LIMITS = small_config(), Limits(num_speculative_tokens=3, max_num_reqs=2, max_model_len=64)
+
+
+def make(target: Target | None = None) -> StaticDrafter:
+    """The drafter of ``target``, or of a new one: its layer reads the cache of the target's last layer."""
+    target = target or Target.random(CONFIG, LIMITS, device=DEVICE)
+    return StaticDrafter.random(CONFIG, target.caches[-1:], LIMITS, device=DEVICE)
+
 
 def main(compiler: Annotated[str, typer.Option(help="inductor or none")] = "none") -> None:
     """Generate two texts with seeded noise, drafted and alone."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    config, limits = small_config(), Limits(num_speculative_tokens=3, max_num_reqs=2, max_model_len=64)
-    target = Target.random(config, limits, device=device)
-    drafter = StaticDrafter.random(config, target.caches[-1:], limits, device=device)  # its layer reads the last one's
-    fused = draftfuse.compile(drafter, compiler=compiler, request_capacities=[2])
+    target = Target.random(CONFIG, LIMITS, device=DEVICE)
+    fused = draftfuse.compile(make(target), compiler=compiler, request_capacities=[2])
 
     prompts = [[1, 2, 3], [4, 5]]
     drafted = Engine(target, fused).generate(prompts, 12, temperature=1.0, seed=7)

@@ -18,6 +18,16 @@ from draftfuse.reference.parallel import ParallelEagleSpeculator
 PROMPT = "class Counter:\n    def __init__(self) -> None:\n        self."
 
 
+LIMITS = Limits(num_speculative_tokens=4, max_num_reqs=1, max_model_len=256, max_num_tokens=128)
+
+
+def make(device: torch.device | str = "cpu") -> ParallelEagleSpeculator:
+    """This rank's part of the head; all of it where this process is alone, as under ``draftfuse lint``."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return ParallelEagleSpeculator.split_packaged(LIMITS, dist.group.WORLD, device)
+
+
 def main() -> None:
     """Generate with the split head and with the whole one, and show that the drafts are the same."""
     dist.init_process_group()  # gloo for tensors of the CPU, NCCL for those of a GPU
@@ -25,10 +35,9 @@ def main() -> None:
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    limits = Limits(num_speculative_tokens=4, max_num_reqs=1, max_model_len=256, max_num_tokens=128)
-    target = Target.from_packaged(limits, device)
-    split = draftfuse.compile(ParallelEagleSpeculator.split_packaged(limits, dist.group.WORLD, device), compiler="none")
-    whole = draftfuse.compile(EagleSpeculator.from_packaged(limits, device), mode="eager")
+    target = Target.from_packaged(LIMITS, device)
+    split = draftfuse.compile(make(device), compiler="none")
+    whole = draftfuse.compile(EagleSpeculator.from_packaged(LIMITS, device), mode="eager")
 
     prompt = list(PROMPT.encode())  # a token is a byte
     ours, theirs = (Engine(target, each).generate([prompt], 32) for each in (split, whole))

@@ -165,7 +165,7 @@ class Switched(Small):
         return super().enter(inputs) + self.bias
 
 
-@pytest.mark.parametrize("options", [{}, {"one_launch": False}, {"mode": "eager"}])
+@pytest.mark.parametrize("options", [{}, {"one_launch": False}, {"mode": "eager"}, {"mode": "split"}])
 def test_hooks_act_at_capture_and_at_replay_alike(options: dict[str, Any]) -> None:
     pair = Pair(compiled(Switched(), **options), compiled(Switched(), mode="eager"))
     for seed in range(3):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 import draftfuse
 from draftfuse import bisect as bisect_module
 from draftfuse import tapped
+from draftfuse.audit_report import AuditReport, Divergence
 from draftfuse.bisect import bisect, write_reproduction
 from draftfuse.build import passes_for
 from draftfuse.cli import app
@@ -23,6 +26,7 @@ from draftfuse.loading import load
 from draftfuse.passes import ir, name_of
 from tests.failures.small import Small
 
+ROOT = Path(__file__).resolve().parents[2]
 RIGHT, WRONG = "tests.draftfuse.test_safety_cli:right", "tests.draftfuse.test_safety_cli:random"
 
 
@@ -59,6 +63,59 @@ def test_audit_prints_json() -> None:
     result = run("audit", RIGHT, "--steps", "2", "--compiler", "none", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["ok"] is True
+
+
+def strict(text: str) -> Any:
+    """Parsed as JSON proper, which has no NaN."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_an_audit_that_met_nan_is_json() -> None:
+    report = AuditReport()
+    for value in (float("nan"), float("inf"), 1.5, 3):
+        report.divergences.append(Divergence(0, 1, "forward", "hidden", 0, value, value, None))
+    found = strict(report.to_json())["divergences"]
+    assert [d["got"] for d in found] == ["nan", "inf", 1.5, 3]
+
+
+def readme_commands() -> list[str]:
+    """Every lint, audit and bisect that the README shows with a target."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    return [line.split("#")[0].strip() for line in lines if re.match(r"draftfuse (lint|audit|bisect) ", line)]
+
+
+SHOWN = [pytest.param(c, marks=[pytest.mark.slow] if "bisect" in c else []) for c in readme_commands()]
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_a_command_of_the_readme_runs_as_it_stands(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    result = run(*command.split()[1:])
+    assert result.exit_code == 0, result.output
+    if "--json" in command:
+        assert strict(result.stdout)["ok"] is True
+    assert not Path("reproduction.py").exists()
+
+
+def test_the_readme_shows_all_three_commands() -> None:
+    assert [command.split()[1] for command in readme_commands()] == ["lint", "audit", "bisect"]
+
+
+EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem != "train_tiny"]  # that one trains
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_lint_takes_every_example(path: Path) -> None:
+    try:
+        result = run("lint", f"{path}:make")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert (result.exit_code, result.stdout) == (0, "nothing found\n"), result.output
 
 
 @pytest.mark.parametrize("target", ["nowhere:right", "tests.draftfuse.test_safety_cli:nothing", "tests"])

@@ -1,0 +1,194 @@
+"""Python state that changes between two calls, wherever it stands: the next draft is that of eager, with the reason."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import draftfuse
+from draftfuse import CommonMetadata, DraftInputs
+from draftfuse.errors import UnsafeLoopError
+from draftfuse.lint import lint
+from tests.failures.small import Pair, Small, WindowBuilder, WindowMetadata, batch_of
+
+FACTOR = 1.0
+
+
+class Factor(Small):
+    """Scales its input by what ``factor`` finds."""
+
+    def __init__(self, builder: Any = None) -> None:
+        super().__init__(k=2, builder=builder)
+        self.options: dict[str, float] = {}
+        self.flags: set[str] = set()
+        self.factors = [1.5]
+        self.module = Scale()
+        self.closed, self.close_over = closure()
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        return super().enter(inputs) * self.factor()
+
+    def factor(self) -> Any:
+        return 1.0
+
+
+class Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: float) -> float:
+        return x * self.factor
+
+
+def closure() -> tuple[Callable[[], float], Callable[[float], None]]:
+    factor = 1.0
+
+    def read() -> float:
+        return factor
+
+    def write(value: float) -> None:
+        nonlocal factor
+        factor = value
+
+    return read, write
+
+
+class OfClass(Factor):
+    scale = 1.0
+
+    def factor(self) -> Any:
+        return self.scale
+
+
+class Global(Factor):
+    def factor(self) -> Any:
+        return FACTOR
+
+
+class Key(Factor):
+    def factor(self) -> Any:
+        return self.options.get("factor", 1.0)
+
+
+class Entry(Factor):
+    def factor(self) -> Any:
+        return len(self.flags) + (2.0 if "wide" in self.flags else 1.0)
+
+
+class Length(Factor):
+    def factor(self) -> Any:
+        return functools.reduce(lambda a, b: a * b, self.factors)
+
+
+class Default(Factor):
+    def factor(self) -> Any:
+        return getattr(self, "extra", 1.0)
+
+
+class Module(Factor):
+    def factor(self) -> Any:
+        return self.module(1.5)
+
+
+class Cell(Factor):
+    def factor(self) -> Any:
+        return self.closed()
+
+
+class Kind(Factor):
+    kind = torch.float32
+
+    def factor(self) -> Any:
+        return torch.tensor(1 / 3, dtype=self.kind).float()
+
+
+class Method(Factor):
+    """Gets another method."""
+
+
+class MethodOfClass(Factor):
+    """Gets another method in its class."""
+
+
+def scaled(common: CommonMetadata, scale: int) -> WindowMetadata:
+    made = WindowBuilder().build(common)
+    made.start = made.start * scale
+    return made
+
+
+class Bound:
+    def __init__(self) -> None:
+        self.build = functools.partial(scaled, scale=1)
+
+
+def set_global(spec: Any, value: float) -> None:
+    global FACTOR
+    FACTOR = value
+
+
+CHANGES: dict[str, tuple[type[Factor], Callable[[Any, float], object]]] = {
+    "class attribute": (OfClass, lambda spec, v: setattr(OfClass, "scale", v)),
+    "shadowed class attribute": (OfClass, lambda spec, v: setattr(spec, "scale", v)),
+    "global": (Global, set_global),
+    "key": (Key, lambda spec, v: spec.options.update(factor=v)),
+    "entry": (Entry, lambda spec, v: spec.flags.update(["wide", str(v)])),
+    "dtype": (Kind, lambda spec, v: setattr(spec, "kind", torch.float16 if v > 1 else torch.bfloat16)),
+    "length": (Length, lambda spec, v: spec.factors.append(v)),
+    "default": (Default, lambda spec, v: setattr(spec, "extra", v)),
+    "module": (Module, lambda spec, v: setattr(spec.module, "factor", v)),
+    "cell": (Cell, lambda spec, v: spec.close_over(v)),
+    "method": (Method, lambda spec, v: setattr(spec, "factor", lambda: v)),
+    "method of the class": (MethodOfClass, lambda spec, v: setattr(MethodOfClass, "factor", lambda self: v)),
+    "partial": (Factor, lambda spec, v: setattr(spec.builder, "build", functools.partial(scaled, scale=int(5 * v)))),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_changes_between_calls_shows_in_the_next_draft(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    klass, change = CHANGES[case]
+    for owner, name in ((OfClass, "scale"), (MethodOfClass, "factor")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
+    set_global(None, 1.0)
+    make = (lambda: klass(Bound())) if case == "partial" else klass
+    fused = draftfuse.compile(make(), compiler="none", request_capacities=[4])
+    pair = Pair(fused, draftfuse.compile(make(), mode="eager", request_capacities=[4]))
+    pair.draft(lambda spec: batch_of(spec, [5, 9, 3]))
+    assert fused.report.fallbacks == []
+    for number, value in enumerate((3.0, 0.25), start=1):
+        for spec in (pair.fused.spec, pair.eager.spec):
+            change(spec, value)
+        pair.draft(lambda spec, n=number: batch_of(spec, [30, 8, 7 + n], seed=n))  # type: ignore[misc]
+        assert "a guard does not hold" in fused.report.fallbacks[-1].reason
+    assert fused.report.counters["broken guards"] == 2
+
+
+def test_what_was_there_before_runs_fused_again() -> None:
+    fused = draftfuse.compile(Key(), compiler="none")
+    fused.decode(2)
+    fused.spec.options["factor"] = 2.0
+    fused.decode(2)
+    del fused.spec.options["factor"]
+    fused.decode(2)
+    assert fused.report.counters["broken guards"] == 1
+
+
+class Counting(Factor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = itertools.count()
+
+    def factor(self) -> Any:
+        return 1.0 + next(self.count)
+
+
+def test_an_iterator_that_counts_is_python_state() -> None:
+    with pytest.raises(UnsafeLoopError, match=r"spec\.count: 'count\(0\)' -> 'count\(1\)'.*computes with what it"):
+        draftfuse.compile(Counting(), compiler="none").decode(2)
+    assert "side-effect" in [f.name for f in lint(Counting()) if f.is_error]
