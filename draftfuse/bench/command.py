@@ -51,14 +51,19 @@ def bench(
         bool, typer.Option("--compile", help="measure compile time, cold and warm, instead")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
-    render: Annotated[list[Path] | None, typer.Option(help="print the README table of result files instead")] = None,
+    render: Annotated[
+        list[Path] | None, typer.Option(help="print the README table of result files instead, of --cells if given")
+    ] = None,
 ) -> None:
     """Measure draft loops: eager, split, one graph, fused by hand, compiled whole, draftfuse.
 
     On the CPU and without --cells: the packaged model, compiled against eager, at k = 2..8.
     """
+    patterns = [p for text in cells or [] for p in text.split(",")]
     if render:
-        print(readme_table(*load_cells(render)))
+        found, environments = load_cells(render)
+        names = {c.name for c in select(all_cells(torch.device("cuda")), patterns)} if patterns else None
+        print(readme_table([c for c in found if names is None or c["cell"] in names], environments))
         return
     target = torch.device(check_device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     wanted = modes.split(",")
@@ -72,7 +77,7 @@ def bench(
         else:
             Console().print(tiny_table(measured["tiny"]))
         return
-    chosen = select(all_cells(target), [p for text in cells or [] for p in text.split(",")])
+    chosen = select(all_cells(target), patterns)
     names = [name for name in SPECULATORS if any(c.speculator == name for c in chosen)]
     folder = out or Path(tempfile.mkdtemp(prefix="draftfuse-bench-"))
     paths = [folder / f"{'compile' if compile_time else 'bench'}-{name}-{device_slug(target)}.json" for name in names]
