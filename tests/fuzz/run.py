@@ -4,7 +4,7 @@
     python -m tests.fuzz.run --count 300 --compiler inductor --device cuda --jobs 8 --seconds 500 --log fuzz_cuda.log
 
 A job takes every ``jobs``-th seed until the count or the time is used up. The log has one line a failing program, and
-a last line with what was run on what.
+a last line with what was run on what. ``tests/fuzz/runs.jsonl`` keeps the runs so far.
 """
 
 from __future__ import annotations
