@@ -20,6 +20,7 @@ import torch
 from torch._guards import TracingContext
 
 from draftfuse.guards import split_path
+from draftfuse.module_hooks import ModuleHooks
 from draftfuse.writers import LIBRARIES, is_library
 
 _CONSTANT = ("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH")
@@ -79,7 +80,7 @@ def as_attribute(path: str, value: Any, roots: Mapping[str, Any], module_globals
     return through if _equal(value, _value(through, roots, module_globals)) else path
 
 
-REPLACED = "an object that the loop read its values from, or one of its methods, was replaced"
+REPLACED = "an object that the loop read its values from, one of its methods, or a hook of a module, was replaced"
 
 
 def with_siblings(values: Mapping[str, Any], roots: Mapping[str, Any], count: int) -> dict[str, Any]:
@@ -148,6 +149,8 @@ class ScalarGuards:
                 values[path] = value
         for path in methods_of(roots):
             comparison.methods(path)
+        if "spec" in roots:
+            comparison.hooks(ModuleHooks(roots["spec"]))
         current = {path: _reader(path, roots) for path in values}
         return cls(values, comparison.compiled(), current)
 
@@ -204,6 +207,10 @@ class _Comparison:
         for attribute, value in getattr(owner, "__dict__", {}).items():
             if inspect.isroutine(value) and attribute.isidentifier():
                 self.terms.append(f"{name}.{attribute} is {self.constant(value)}")
+
+    def hooks(self, found: ModuleHooks) -> None:
+        """The forward hooks of the modules behind the loop."""
+        self.terms.append(f"{self.constant(found.hold)}()")
 
     def attribute(self, path: str) -> str | None:
         """How an attribute or item is read; None where nobody can assign it."""

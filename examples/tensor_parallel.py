@@ -8,6 +8,9 @@ as well). All ranks call the same methods with the same batch.
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 
@@ -24,7 +27,8 @@ LIMITS = Limits(num_speculative_tokens=4, max_num_reqs=1, max_model_len=256, max
 def make(device: torch.device | str = "cpu") -> ParallelEagleSpeculator:
     """This rank's part of the head; all of it where this process is alone, as under ``draftfuse lint``."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = Path(tempfile.mkdtemp(prefix="draftfuse-")) / "store"
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     return ParallelEagleSpeculator.split_packaged(LIMITS, dist.group.WORLD, device)
 
 

@@ -41,9 +41,10 @@ def fuse_small_linears(graph: fx.Graph, *, applies: Applies) -> int:
         %small = draftfuse.small_linear.default(%x, %weight, None, 0.0, False, %residual)
     """
     found = 0
+    mutated = ir.mutated_storages(graph)  # the kernel reads weights before it waits for what runs in front of it
     for node in list(graph.find_nodes(op="call_function", target=aten.mm.default)):
         weight = _transposed(node.args[1])
-        if weight is None or not applies(node):
+        if weight is None or not ir.storages(weight).isdisjoint(mutated) or not applies(node):
             continue
         _rewrite(graph, node, weight)
         found += 1

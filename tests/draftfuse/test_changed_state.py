@@ -143,6 +143,8 @@ CHANGES: dict[str, tuple[type[Factor], Callable[[Any, float], object]]] = {
     "length": (Length, lambda spec, v: spec.factors.append(v)),
     "default": (Default, lambda spec, v: setattr(spec, "extra", v)),
     "module": (Module, lambda spec, v: setattr(spec.module, "factor", v)),
+    "hook": (Module, lambda spec, v: spec.module.register_forward_hook(lambda module, args, out: out * v)),
+    "pre-hook": (Module, lambda spec, v: spec.module.register_forward_pre_hook(lambda module, args: (args[0] * v,))),
     "cell": (Cell, lambda spec, v: spec.close_over(v)),
     "method": (Method, lambda spec, v: setattr(spec, "factor", lambda: v)),
     "method of the class": (MethodOfClass, lambda spec, v: setattr(MethodOfClass, "factor", lambda self: v)),
@@ -177,6 +179,25 @@ def test_what_was_there_before_runs_fused_again() -> None:
     del fused.spec.options["factor"]
     fused.decode(2)
     assert fused.report.counters["broken guards"] == 1
+
+
+def test_a_hook_that_is_removed_shows_too() -> None:
+    spec, twin = Module(), Module()
+    handles = [s.module.register_forward_hook(lambda module, args, out: out * 3.0) for s in (spec, twin)]
+    pair = Pair(draftfuse.compile(spec, compiler="none"), draftfuse.compile(twin, mode="eager"))
+    pair.draft(lambda spec: batch_of(spec, [5, 9, 3]))
+    for handle in handles:
+        handle.remove()
+    pair.draft(lambda spec: batch_of(spec, [30, 8, 7], seed=1))
+    assert pair.fused.report.counters["broken guards"] == 1
+
+
+def test_hooks_of_other_modules_change_nothing() -> None:
+    fused = draftfuse.compile(Module(), compiler="none")
+    fused.decode(2)
+    torch.nn.Linear(2, 2).register_forward_hook(lambda module, args, out: out)
+    fused.decode(2)
+    assert "broken guards" not in fused.report.counters
 
 
 class Counting(Factor):
