@@ -98,5 +98,7 @@ def refusal(spec: Any) -> str:
         (getattr(spec, "pcp_manager", None) is not None, "prefill context parallelism is on"),
         (getattr(spec, "eplb_state", None) is not None, "experts are balanced between steps"),
         (getattr(spec, "supports_mm_inputs", False), "the draft takes multimodal inputs"),
+        # After a sleep vLLM makes the tensor of the tables' addresses anew; a captured loop would read the old one.
+        (getattr(spec.vllm_config.model_config, "enable_sleep_mode", False), "sleep mode moves the block tables"),
     )
     return next((reason for applies, reason in checks if applies), "")

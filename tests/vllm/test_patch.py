@@ -57,7 +57,9 @@ class Base:
     def __init__(self) -> None:
         parallel = SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=1)
         compilation = SimpleNamespace(inductor_compile_config={})
-        self.vllm_config = SimpleNamespace(parallel_config=parallel, compilation_config=compilation)
+        self.vllm_config = SimpleNamespace(
+            parallel_config=parallel, compilation_config=compilation, model_config=SimpleNamespace()
+        )
         self.log: list[Any] = []
         self.device = torch.device("cpu")
         self.eplb_state = self.pcp_manager = None
@@ -201,6 +203,7 @@ def test_dummy_run_without_attention_does_not_replay() -> None:
         (lambda s: setattr(s, "supports_mm_inputs", True), "multimodal"),
         (lambda s: setattr(s, "pcp_manager", object()), "prefill context"),
         (lambda s: setattr(s.vllm_config.parallel_config, "decode_context_parallel_size", 2), "decode context"),
+        (lambda s: setattr(s.vllm_config.model_config, "enable_sleep_mode", True), "sleep mode"),
         (lambda s: setattr(s.group.get_metadata_builder(0), "rswa_window", 8), "windowed"),
     ],
 )
