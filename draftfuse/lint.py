@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftfuse import loop, python_changes, python_state, validate
 from draftfuse.environment import device_lost
+from draftfuse.environment_reads import watched_environment
 from draftfuse.errors import (
     DraftfuseError,
     SourceLine,
@@ -111,19 +112,25 @@ def probe(
     hooked = _after_hooks(spec, before)
     journal = Journal(on_opaque=reads)
     try:
-        with journal, checked_kind(spec, rows) as checked, named_failures(), watched_ranks() as branches:
-            loop.decode_loop(checked, rows, max(2, k))
+        watches = watched_environment(), watched_ranks()
+        with watches[0] as variables, watches[1] as branches, journal, checked_kind(spec, rows) as checked:
+            _run(checked, rows, max(2, k))
         after = python_state.of_speculator(spec)
         changes = [of_change(c) for c in python_changes.diff(before, after) if c.path not in hooked]
         if any(not c.is_error for c in changes):
             before.restore()
             changes = changes if _repeats(spec, rows, k) else [*map(of_dependence, changes)]
-        return [*map(of_branch, branches), *changes]
+        return [*map(of_branch, branches), *(of_variable(*v) for v in variables.items()), *changes]
     finally:
         journal.restore()
         before.restore()
         if syncs is not None:
             syncs += dict.fromkeys(journal.syncs)
+
+
+def _run(checked: Any, rows: int, k: int) -> None:
+    with named_failures():
+        loop.decode_loop(checked, rows, k)
 
 
 def _repeats(spec: Any, rows: int, k: int) -> bool:
@@ -203,6 +210,12 @@ def of_branch(source: SourceLine) -> Finding:
     text = "Python decides by the rank of this process: each rank would capture a loop of its own"
     todo = "Let all ranks run the same statements; a number that depends on the rank (an offset, a shard) may differ."
     return Finding(ERROR, "rank-branch", text, todo, source, phase="forward")
+
+
+def of_variable(source: SourceLine, name: str) -> Finding:
+    """A read of an environment variable as a finding."""
+    text = f"the loop reads the environment variable {name}: replays keep what it held when the loop was traced"
+    return Finding(WARNING, "context-read", text, "Read it once, before the loop, into an attribute.", source)
 
 
 def of_graph(spec: Any, traced: Trace) -> list[Finding]:

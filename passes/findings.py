@@ -25,7 +25,7 @@ CLASSES = {
     "collective": "a collective that cannot be part of one captured loop",
     "side-effect": "Python state changes while the loop runs",
     "unstable-trace": "tracing twice gives two graphs",
-    "context-read": "the loop reads a context variable",
+    "context-read": "the loop reads a context or environment variable",
     "hidden-read": "an operator reads a buffer that is not among its arguments",
     "loop-kind": "a loop of another kind",
     "untraceable": "a statement cannot become part of a graph",

@@ -62,8 +62,8 @@ def bench(
     patterns = [p for text in cells or [] for p in text.split(",")]
     if render:
         found, environments = load_cells(render)
-        names = {c.name for c in select(all_cells(torch.device("cuda")), patterns)} if patterns else None
-        print(readme_table([c for c in found if names is None or c["cell"] in names], environments))
+        wanted_cells = {c.name for c in select(all_cells(torch.device("cuda")), patterns)}
+        print(readme_table([c for c in found if not patterns or c["cell"] in wanted_cells], environments))
         return
     target = torch.device(check_device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     wanted = modes.split(",")
