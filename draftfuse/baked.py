@@ -24,9 +24,11 @@ from draftfuse.module_hooks import ModuleHooks
 from draftfuse.writers import LIBRARIES, is_library
 
 _CONSTANT = ("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH")
+_TABLES = (dict, list, tuple, set, deque)
+_ROUTINES = ("BUILTIN_MATCH", "CLOSURE_MATCH", "FUNCTION_MATCH")
 _LENGTHS = ("SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK")
 _ENTRIES = ("DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS")
-_SCALARS = (int, float, bool, str, type(None), bytes, complex, torch.dtype, torch.device, frozenset, Enum)
+SCALARS = (int, float, bool, str, type(None), bytes, complex, torch.dtype, torch.device, frozenset, Enum)
 # How Dynamo writes a class attribute that it found through an object: ``dict(type(L['spec']).__dict__)['scale']``.
 _OF_CLASS = re.compile(r"dict\(type\((?P<owner>.+)\)(\.__mro__\[\d+\])?\.__dict__\)\['(?P<name>\w+)'\]")
 _ASKED = re.compile(r"len\((?P<measured>.+)\)|(?P<key>'[^']*'|\d+) in (?P<container>.+)")
@@ -39,9 +41,9 @@ def taken(roots: Mapping[str, Any], module_globals: dict[str, Any]) -> dict[str,
     for guard in context.guards_context.dynamo_guards if context is not None else ():
         name: Any = guard.name
         if (path := asked(name() if callable(name) else name, guard)) is not None:
-            value = _value(path, roots, module_globals)
+            value = value_at(path, roots, module_globals)
             value = frozenset(value) if isinstance(value, set) else value  # Dynamo takes a whole set
-            if isinstance(value, _SCALARS):
+            if is_taken(path, value):
                 found[as_attribute(path, value, roots, module_globals)] = value
     return dict(sorted(found.items()))
 
@@ -57,6 +59,10 @@ def asked(path: str, guard: Any) -> str | None:
         return path if "[" in owner else None
     if "[" not in path:
         return None
+    if kind in _ROUTINES:
+        return path if path.startswith("L['spec']") else None
+    if kind == "TYPE_MATCH":
+        return f"{path}.__class__" if path.startswith("L['spec']") else None
     if kind in _LENGTHS:
         return f"len({path})"
     given = getattr(guard.create_fn, "keywords", {})
@@ -71,35 +77,29 @@ def asked(path: str, guard: Any) -> str | None:
     return f"{key!r} in {path}" if isinstance(key, (str, int)) else None
 
 
+def is_taken(path: str, value: Any) -> bool:
+    """Whether a value that the loop looked at is one that is guarded: a scalar, a function, the class of an object.
+
+    Of classes those of plain objects of the user's; a module that is replaced brings other parameters.
+    """
+    if isinstance(value, type) and path.endswith(".__class__"):
+        return not is_library(value) and not issubclass(value, (torch.nn.Module, torch.Tensor, *_TABLES, *SCALARS))
+    return isinstance(value, SCALARS) or inspect.isroutine(value)
+
+
 def as_attribute(path: str, value: Any, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> str:
     """A class attribute as an attribute of the object that it was read through, where that reads the same."""
     parts = _OF_CLASS.fullmatch(path)
     if parts is None:
         return path
     through = f"{parts['owner']}.{parts['name']}"
-    return through if _equal(value, _value(through, roots, module_globals)) else path
+    return through if _equal(value, value_at(through, roots, module_globals)) else path
 
 
 REPLACED = "an object that the loop read its values from, one of its methods, or a hook of a module, was replaced"
 
 
-def with_siblings(values: Mapping[str, Any], roots: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """``values``, and what stands at each path with one of its numbers replaced by another below ``count``.
-
-    A loop of which some steps were copied may read ``scales[step]`` in a step that nobody traced.
-    """
-    found = dict(values)
-    for path in values:
-        for number in re.finditer(r"\d+", path):
-            for i in range(count):
-                sibling = f"{path[: number.start()]}{i}{path[number.end() :]}"
-                value = _value(sibling, roots, {}) if sibling not in found else _MISSING
-                if isinstance(value, _SCALARS):
-                    found[sibling] = value
-    return found
-
-
-_MISSING = object()
+MISSING = object()
 _BUILTINS = {"type": type, "dict": dict, "len": len}
 
 
@@ -110,14 +110,14 @@ class _Modules(dict[str, Any]):
         return sys.modules[key.removeprefix("__import_").replace("_dot_", ".")]
 
 
-_MODULES = _Modules()
+MODULES = _Modules()
 
 
-def _value(path: str, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> Any:
+def value_at(path: str, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> Any:
     try:
         return eval(path, {"__builtins__": _BUILTINS}, {"L": roots, "G": module_globals})  # Dynamo's own path
     except (AttributeError, KeyError, IndexError, NameError, TypeError, SyntaxError):
-        return _MISSING
+        return MISSING
 
 
 def plain(path: str) -> str:
@@ -170,7 +170,7 @@ def methods_of(roots: Mapping[str, Any]) -> list[str]:
 
 
 def _reader(path: str, roots: Mapping[str, Any]) -> Callable[[], Any]:
-    return lambda: _value(path, roots, _MODULES)
+    return lambda: value_at(path, roots, MODULES)
 
 
 def _equal(old: Any, new: Any) -> bool:
@@ -187,6 +187,10 @@ class _Comparison:
         self.terms: list[str] = []
 
     def add(self, path: str, value: Any) -> bool:
+        if isinstance(value, type):  # of an object that may be replaced by one with other methods
+            owner_path = split_path(path)[0]
+            self.owner(owner_path, value_at(owner_path, self.roots, MODULES))
+            return True
         read = self.question(path) if _ASKED.fullmatch(path) else self.attribute(path)
         if read is None:
             return False
@@ -196,7 +200,7 @@ class _Comparison:
 
     def methods(self, path: str) -> None:
         """The class of an object, the functions that it has from classes of the user's, and those of its own."""
-        owner = _value(path, self.roots, _MODULES)
+        owner = value_at(path, self.roots, MODULES)
         klass, name = type(owner), self.owner(path, owner)
         if is_library(klass):
             return
@@ -215,7 +219,7 @@ class _Comparison:
     def attribute(self, path: str) -> str | None:
         """How an attribute or item is read; None where nobody can assign it."""
         owner_path, key = split_path(path)
-        owner = _value(owner_path, self.roots, _MODULES)
+        owner = value_at(owner_path, self.roots, MODULES)
         return _access(self.owner(owner_path, owner), owner, key) if _can_change(owner, key) else None
 
     def question(self, path: str) -> str | None:
@@ -223,7 +227,7 @@ class _Comparison:
         parts = _ASKED.fullmatch(path)
         assert parts is not None
         container_path = parts["measured"] or parts["container"]
-        container = _value(container_path, self.roots, _MODULES)
+        container = value_at(container_path, self.roots, MODULES)
         if not isinstance(container, (dict, list, set, deque)) or container_path.startswith("dict("):
             return None
         name = self.owner(container_path, container)
@@ -235,8 +239,8 @@ class _Comparison:
             self.owners[path] = name = f"o{len(self.owners)}"
             self.names[name] = owner
             above, key = split_path(path)
-            parent = _value(above, self.roots, _MODULES) if above and above not in ("L", "G") else _MISSING
-            if parent is not _MISSING and key != "__dict__":
+            parent = value_at(above, self.roots, MODULES) if above and above not in ("L", "G") else MISSING
+            if parent is not MISSING and key != "__dict__":
                 access = _access(self.owner(above, parent), parent, key)  # what a tuple holds stays; the tuple may not
                 if _can_change(parent, key):
                     self.terms.append(f"{access} is {name}")
@@ -270,7 +274,7 @@ def _can_change(owner: Any, key: Any) -> bool:
         return True
     if isinstance(owner, types.CellType):
         return bool(key == "cell_contents")
-    if not isinstance(key, str) or not key.isidentifier() or owner is _MISSING:
+    if not isinstance(key, str) or not key.isidentifier() or owner is MISSING:
         return False
     if isinstance(owner, types.ModuleType):
         return owner.__name__.split(".")[0] not in LIBRARIES
@@ -284,7 +288,7 @@ def _can_change(owner: Any, key: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether a class holds a value itself, so that an assignment to the object, or to the class, changes it."""
-    return isinstance(value, _SCALARS) and value is not None
+    return isinstance(value, SCALARS) and value is not None
 
 
 def _own_names(owner: Any) -> Iterator[str]:

@@ -12,7 +12,6 @@ from typing import Any
 from torch import fx
 
 from draftfuse import passes, python_state
-from draftfuse.baked import with_siblings
 from draftfuse.dispatch import PREFILL, Descriptor
 from draftfuse.errors import EmissionError, UnsafeLoopError
 from draftfuse.groups import is_parallel
@@ -25,6 +24,7 @@ from draftfuse.passes import ir, never
 from draftfuse.passes.collectives import collectives_of
 from draftfuse.passes.explicit_metadata import explicit_metadata
 from draftfuse.report import BuildReport
+from draftfuse.siblings import TooManyEntries, with_siblings
 from draftfuse.step_log import difference
 from draftfuse.trace import Trace, trace
 from draftfuse.unroll import TRACED_STEPS, Irregular, extend
@@ -89,11 +89,11 @@ def traced_loop(
     try:
         extend(traced, k)
         different = steps_differ(function, (args[0], descriptor.num_reqs, *args[2:]))
-    except Irregular as reason:
+        traced.baked = with_siblings(traced.baked, {"spec": args[0]})
+    except (Irregular, TooManyEntries) as reason:
         different = str(reason)
     if different is None:
         traced.copied_steps = k - TRACED_STEPS
-        traced.baked = with_siblings(traced.baked, {"spec": args[0]}, k)
         return traced
     traced = trace(function, args, symbolic)
     traced.irregular = different

@@ -254,7 +254,7 @@ class Runners:
 
     def _bake(self, values: dict[str, Any]) -> ScalarGuards:
         """List host values that a trace took in the report, and guard those that can change."""
-        self.report.baked |= {plain(path): value for path, value in values.items()}
+        self.report.baked |= {plain(path): getattr(value, "__qualname__", value) for path, value in values.items()}
         return ScalarGuards.of(values, {"spec": self.spec})
 
 

@@ -22,6 +22,13 @@ from draftfuse.passes import ir
 
 Entry = tuple[Any, list[Any]]  # an operator, and its arguments in words
 LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
+INSTALLED = ("/site-packages/", "/dist-packages/")  # below the standard library on many machines; may be the user's
+
+
+def is_watched(file: str) -> bool:
+    """Whether code of ``file`` may be the user's: not draftfuse's, torch's or Python's own; ``<stdin>`` may."""
+    in_python = file.startswith("<frozen") or (file.startswith(LIBRARY) and not any(i in file for i in INSTALLED))
+    return not in_python and not ir.is_own_file(file)
 
 
 class Path:
@@ -49,8 +56,7 @@ class Path:
     def _call(self, frame: Any, event: str, argument: Any) -> Any:
         code = frame.f_code
         if id(code) not in self._codes:
-            own = ir.is_own_file(code.co_filename) or code.co_filename.startswith(("<", LIBRARY))
-            self._codes[id(code)] = code, not own
+            self._codes[id(code)] = code, is_watched(code.co_filename)
         if not self._codes[id(code)][1]:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False

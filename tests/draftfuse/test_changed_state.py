@@ -133,6 +133,55 @@ def set_global(spec: Any, value: float) -> None:
     FACTOR = value
 
 
+class Head:
+    def __init__(self) -> None:
+        self.act: Any = torch.abs
+
+    def scale(self) -> float:
+        return 1.0
+
+
+class Doubling(Head):
+    def scale(self) -> float:
+        return 2.0
+
+
+class Halving(Head):
+    def scale(self) -> float:
+        return 0.5
+
+
+class Deeper(Factor):
+    """Calls what objects, tables and modules hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Head()
+        self.acts: dict[str, Any] = {"a": torch.abs}
+        self.module = Scale()
+        self.module.act = torch.abs  # type: ignore[assignment]
+        self.factors = [twice] * 3  # type: ignore[list-item]
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        x = super().enter(inputs) * self.head.scale()
+        for act in (self.head.act, self.acts["a"], self.module.act, self.factors[1]):
+            x = act(x)  # type: ignore[operator]
+        return x
+
+
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def thrice(x: Tensor) -> Tensor:
+    return x * 3
+
+
+def other(value: float) -> Any:
+    """Another function, or another class, for each value."""
+    return torch.neg if value > 1 else torch.square
+
+
 CHANGES: dict[str, tuple[type[Factor], Callable[[Any, float], object]]] = {
     "class attribute": (OfClass, lambda spec, v: setattr(OfClass, "scale", v)),
     "shadowed class attribute": (OfClass, lambda spec, v: setattr(spec, "scale", v)),
@@ -143,6 +192,11 @@ CHANGES: dict[str, tuple[type[Factor], Callable[[Any, float], object]]] = {
     "length": (Length, lambda spec, v: spec.factors.append(v)),
     "default": (Default, lambda spec, v: setattr(spec, "extra", v)),
     "module": (Module, lambda spec, v: setattr(spec.module, "factor", v)),
+    "object": (Deeper, lambda spec, v: setattr(spec, "head", Doubling() if v > 1 else Halving())),
+    "function of an object": (Deeper, lambda spec, v: setattr(spec.head, "act", other(v))),
+    "function in a table": (Deeper, lambda spec, v: spec.acts.update(a=other(v))),
+    "function of a module": (Deeper, lambda spec, v: setattr(spec.module, "act", other(v))),
+    "function in a list": (Deeper, lambda spec, v: spec.factors.__setitem__(1, thrice if v > 1 else torch.neg)),
     "hook": (Module, lambda spec, v: spec.module.register_forward_hook(lambda module, args, out: out * v)),
     "pre-hook": (Module, lambda spec, v: spec.module.register_forward_pre_hook(lambda module, args: (args[0] * v,))),
     "cell": (Cell, lambda spec, v: spec.close_over(v)),
