@@ -3,8 +3,9 @@
     python -m tests.fuzz.run --count 1000 --jobs 2 --log fuzz.log
     python -m tests.fuzz.run --count 300 --compiler inductor --device cuda --jobs 8 --seconds 500 --log fuzz_cuda.log
 
-A job takes every ``jobs``-th seed until the count or the time is used up. The log has one line a failing program, and
-a last line with what was run on what. ``tests/fuzz/runs.jsonl`` keeps the runs so far.
+A job takes every ``jobs``-th seed until the count or the time is used up, and writes a line a program into
+``LOG.<job>`` until all have ended. The log has one line a failing program, and a last line with what was run on what.
+``tests/fuzz/runs.jsonl`` keeps the runs so far.
 """
 
 from __future__ import annotations
@@ -58,20 +59,30 @@ def run_job(given: argparse.Namespace) -> None:
         print(json.dumps(line), flush=True)
 
 
-def jobs_of(given: argparse.Namespace) -> list[subprocess.Popen[str]]:
+def part_of(given: argparse.Namespace, job: int) -> Path:
+    """Where a job writes its lines: they stay if the run is cut."""
+    return Path(f"{given.log}.{job}")
+
+
+def jobs_of(given: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
     """Start the jobs."""
     passed = [f"--{n}={getattr(given, n)}" for n in ("start", "count", "jobs", "compiler", "device", "seconds")]
     command = [sys.executable, "-m", "tests.fuzz.run", *passed, *(["--shrink"] if given.shrink else [])]
-    return [subprocess.Popen([*command, f"--job={i}"], stdout=subprocess.PIPE, text=True) for i in range(given.jobs)]
+    started = []
+    for i in range(given.jobs):
+        with part_of(given, i).open("w", encoding="utf-8") as part:
+            started.append(subprocess.Popen([*command, f"--job={i}"], stdout=part))
+    return started
 
 
 def run(given: argparse.Namespace) -> bool:
     """Run all jobs and write the log; whether every program passed and every job ended well."""
     begin, lines, crashed = time.time(), [], 0
-    for job in jobs_of(given):
-        text, _ = job.communicate()
-        lines += [json.loads(line) for line in text.splitlines()]
-        crashed += job.returncode != 0
+    for index, job in enumerate(jobs_of(given)):
+        crashed += job.wait() != 0
+        part = part_of(given, index)
+        lines += [json.loads(line) for line in part.read_text(encoding="utf-8").splitlines()]
+        part.unlink()
     faults = sorted((line for line in lines if line["fault"]), key=lambda line: int(line["seed"]))
     kinds = Counter(len(draw(int(line["seed"])).builders) for line in lines)
     device = torch.cuda.get_device_name() if given.device == "cuda" else platform.processor() or "cpu"
