@@ -97,8 +97,6 @@ def as_attribute(path: str, value: Any, roots: Mapping[str, Any], module_globals
 
 
 REPLACED = "an object that the loop read its values from, one of its methods, or a hook of a module, was replaced"
-
-
 MISSING = object()
 _BUILTINS = {"type": type, "dict": dict, "len": len}
 
@@ -114,6 +112,7 @@ MODULES = _Modules()
 
 
 def value_at(path: str, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> Any:
+    """What stands at Dynamo's ``path`` now; :data:`MISSING` where nothing does."""
     try:
         return eval(path, {"__builtins__": _BUILTINS}, {"L": roots, "G": module_globals})  # Dynamo's own path
     except (AttributeError, KeyError, IndexError, NameError, TypeError, SyntaxError):

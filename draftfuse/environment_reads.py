@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from draftfuse.errors import SourceLine
-from draftfuse.passes import ir
+from draftfuse.step_log import INSTALLED, is_watched
 
 _BETWEEN = (os.__file__, "<frozen os>", "<frozen _collections_abc>")  # os.getenv, and what os.environ.get is made of
-_INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 @contextmanager
@@ -27,7 +26,7 @@ def watched_environment() -> Iterator[dict[SourceLine, str]]:
         while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
             frame = frame.f_back
         file = frame.f_code.co_filename if frame is not None else ""
-        if file and not ir.is_own_file(file) and not file.startswith("<") and _INSTALLED not in file:
+        if file and is_watched(file) and not any(part in file for part in INSTALLED):
             found[SourceLine.of(file, frame.f_lineno)] = str(key)
         return plain(environment, key)
 

@@ -14,6 +14,7 @@ from typing import Any
 from draftfuse.baked import MISSING, MODULES, is_taken, value_at
 from draftfuse.guards import split_path
 
+_TABLES = (dict, list, tuple)
 LIMIT = 4096  # entries looked at: guards on more would cost more than the steps that copying saves
 
 
@@ -53,9 +54,10 @@ def _walk(path: str, value: Any, keys: list[Any]) -> Iterator[tuple[str, Any]]:
             yield path, value
         return
     for key, item in _entries(value, keys[0]):
-        there = f"{path}[{key!r}]" if isinstance(value, (dict, list, tuple)) else f"{path}.{key}"
+        is_table = isinstance(value, _TABLES)
+        there = f"{path}[{key!r}]" if is_table else f"{path}.{key}"
         yield from _walk(there, item, keys[1:])
-        if isinstance(value, (dict, list, tuple)):
+        if is_table:
             yield from _inside(there, item)
 
 
@@ -75,6 +77,6 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """All scalars of nested tables."""
     if is_taken(path, value):
         yield path, value
-    elif isinstance(value, (dict, list, tuple)):
+    elif isinstance(value, _TABLES):
         for key, item in _entries(value, None):
             yield from _inside(f"{path}[{key!r}]", item)

@@ -36,9 +36,8 @@ class Path:
 
     def __init__(self) -> None:
         self.places: list[tuple[int, int]] = []
-        self._codes: dict[
-            int, tuple[Any, bool]
-        ] = {}  # by id: the code, alive so that ids stay unique; if it is the user's
+        # By id: the code object, alive so that ids stay unique, and whether it is the user's.
+        self._codes: dict[int, tuple[Any, bool]] = {}
         self._before: Any = None
         self._collects = True
 

@@ -208,7 +208,8 @@ def _value_like(node: fx.Node, copy: fx.Node, mode: FakeTensorMode) -> Any:
     Evaluating costs a millisecond a call where sizes are symbolic; a fresh value differs in its memory alone.
     """
     val = ir.value(node)
-    bases = [a for a in node.all_input_nodes if not ir.storages(a).isdisjoint(ir.storages(node))]
+    mine = ir.storages(node)
+    bases = [a for a in node.all_input_nodes if not ir.storages(a).isdisjoint(mine)]
     if ir.is_number(node) or (bases and all(b in copy.all_input_nodes for b in bases)):
         return val  # a view of what stands outside the steps
     if not isinstance(val, FakeTensor) or bases:

@@ -7,10 +7,8 @@ once (each replaces the file whole).
 
 from __future__ import annotations
 
-import fcntl
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -19,6 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from draftfuse.lowering.file_lock import locked
 
 ROTATED_BYTES = 160 << 20  # more than twice the L2 of a Hopper GPU
 CALLS, REPEATS = 12, 7
@@ -31,7 +31,7 @@ def choose(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) 
 
     known, key = _load(device), f"{outputs}x{inputs}x{dtype}"
     if key not in known:
-        with _alone(device):
+        with locked(_file(device).with_suffix(".lock")):  # processes that share this cache measure in turn
             known = _load(device)  # another process may have measured this shape while this one waited
             if key not in known:
                 known |= {key: measure(outputs, inputs, dtype, device)}
@@ -82,16 +82,6 @@ def graph_time(call: Callable[[Tensor], object], weights: Sequence[Tensor]) -> f
         end.synchronize()
         samples.append(start.elapsed_time(end) / CALLS)
     return float(median(samples))
-
-
-@contextmanager
-def _alone(device: torch.device) -> Iterator[None]:
-    """Processes that share this cache measure one after the other."""
-    file = _file(device).with_suffix(".lock")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _file(device: torch.device) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -13,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from draftfuse.lowering.file_lock import locked
 
 POLL_SECONDS = 0.2
 PATIENCE_SECONDS = 300.0  # for one that builds longer, nobody waits: it measures last
@@ -30,8 +31,7 @@ def my_turn(folder: Path, name: str, count: int) -> Iterator[None]:
     end = time.monotonic() + PATIENCE_SECONDS
     while len(list(folder.glob("*.ready"))) < count and time.monotonic() < end:
         time.sleep(POLL_SECONDS)
-    with (folder / "device").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder / "device"):
         yield
 
 
