@@ -37,10 +37,10 @@ def materialise_boundaries(graph: fx.Graph) -> int:
 
 
 def keep_wide_sorts_eager(graph: fx.Graph) -> int:
-    """Call PyTorch's kernel for sorts along a symbolic size on a GPU; returns how many.
+    """Call ``draftfuse::sort`` for sorts along a symbolic size on a GPU; returns how many.
 
     Inductor sorts as many elements as the symbol's upper bound allows, in one program: 53 us for 512 elements of which
-    24 are there, where PyTorch's kernel takes 6 (torch 2.11 on an H200). A sort of a known size stays as it is.
+    24 are there, where a sort of 24 takes 5 (torch 2.11 on an H200). A sort of a known size stays as it is.
     """
     kept = 0
     for node in [n for n in graph.nodes if n.target in _SORTS]:

@@ -11,7 +11,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from draftfuse.lowering.ops import _load_rows_triton, _paged_attention_triton, _small_linear_triton, _write_kv_triton
+from draftfuse.lowering.ops import (
+    _load_rows_triton,
+    _paged_attention_triton,
+    _small_linear_triton,
+    _sort_triton,
+    _write_kv_triton,
+)
 from draftfuse.lowering.ops._paged_attention_plan import STAGES
 
 
@@ -22,7 +28,7 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n] not in ("constexpr", "fp32")
     }
-    for name in ("num_reqs", "num_tokens", "splits", "capacity"):
+    for name in ("num_reqs", "num_tokens", "splits", "capacity", "size"):
         if name in names:
             aligned.pop((names.index(name),), None)
     values = {(names.index(n),): value for n, value in constants.items()}
@@ -80,6 +86,9 @@ def main() -> None:
     small_linear(GATHER=True, FIRST=2048)
     types = {"keys": "*i64", "out": "*i64"}
     compile_kernel(_small_linear_triton._pick, types, {"BLOCK": _small_linear_triton.PICK_BLOCK, "PDL": True})
+    types = {"x": "*i64", "values": "*i64", "indices": "*i64"}
+    constants = {"DESCENDING": False, "BLOCK": _sort_triton.BLOCK, "OTHERS": 128, "PDL": True}
+    compile_kernel(_sort_triton._sort, types, constants)
     load_rows()
     attention(128, "bf16", False, 0)
     attention(128, "bf16", True, 512)

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftfuse.lowering.ops import _load_rows_triton, _paged_attention_triton, _small_linear_triton, _write_kv_triton
+from draftfuse.lowering.ops import (
+    _load_rows_triton,
+    _paged_attention_triton,
+    _small_linear_triton,
+    _sort_triton,
+    _write_kv_triton,
+)
 from draftfuse.lowering.ops.load_rows import READ, WRITTEN
 from draftfuse.lowering.ops.load_rows import reference as load_reference
 from draftfuse.lowering.ops.paged_attention import reference as attention_reference
@@ -198,3 +204,28 @@ def test_load_rows(rows: int, capacity: int, length: int) -> None:
                 assert torch.equal(want[begin : end + 1], got[begin : end + 1])
             want, got = want[tokens:], got[tokens:]
         assert torch.equal(want, got), name
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(1,), (6,), (33,), (257,), (3, 40)])
+def test_sort_is_stable_and_puts_nan_last(shape: tuple[int, ...], dtype: torch.dtype, descending: bool) -> None:
+    x = torch.randint(-5, 6, shape).to(dtype)
+    if dtype.is_floating_point:
+        x.view(-1)[::3] = float("nan")
+        x.view(-1)[1::7] = float("inf")
+    assert _sort_triton.takes(x, -1)
+    expected = torch.sort(x, dim=-1, descending=descending, stable=True)
+    for want, got in zip(expected, _sort_triton.launch(x, descending), strict=True):
+        assert torch.equal(want.nan_to_num(nan=99), got.nan_to_num(nan=99))
+
+
+def test_which_sorts_have_a_kernel() -> None:
+    square = torch.zeros(4, 4)
+    assert _sort_triton.takes(square, 1)
+    assert not _sort_triton.takes(square, 0)
+    assert not _sort_triton.takes(square.T, -1)
+    assert not _sort_triton.takes(square.double(), -1)
+    assert not _sort_triton.takes(torch.zeros(_sort_triton.LONGEST + 1), -1)
+    assert not _sort_triton.takes(torch.zeros(()), -1)
+    assert not _sort_triton.takes(torch.zeros(0), -1)

@@ -117,3 +117,13 @@ def test_small_linears_equal_cpu(dtype: torch.dtype) -> None:
     logits = torch.ops.draftfuse.small_linear(*cuda, 1e-5, False, None)
     picked = torch.ops.draftfuse.small_linear_argmax(*cuda, 1e-5)
     assert torch.equal(picked, logits.argmax(-1))  # both sum a row in one order, so ties are the same ties
+
+
+@pytest.mark.parametrize("size", [6, 24, 384, 3000])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
+def test_sort_equals_cpu(dtype: torch.dtype, size: int) -> None:
+    x = torch.randint(-40, 40, (2, size)).to(dtype)
+    for descending in (False, True):
+        found = torch.ops.draftfuse.sort(x.cuda(), -1, descending, True)
+        for want, got in zip(torch.sort(x, -1, descending=descending, stable=True), found, strict=True):
+            assert torch.equal(want, got.cpu())
