@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from draftfuse.bench.cells import all_cells, select, speculator_for
 from draftfuse.bench.modes import Workbench, build
+from draftfuse.lowering.file_lock import locked
 
 
 def kernels(ready: Any, reset: Any) -> list[tuple[str, int, float]]:
@@ -41,16 +43,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cell", default="eagle-a/r1/k8/c1024")
     parser.add_argument("--modes", default="whole,draftfuse")
+    parser.add_argument("--lock", type=Path, help="of processes that build side by side and run in turn")
     options = parser.parse_args()
     device = torch.device("cuda")
     (cell,) = select(all_cells(device), [options.cell])
     spec = speculator_for([cell], device, "triton")
     bench = Workbench(spec, [cell.requests])
     bench.load(cell.requests, cell.context)
-    for mode in options.modes.split(","):
-        ready = build(mode, bench, cell.requests, cell.k)
+    built = {mode: build(mode, bench, cell.requests, cell.k) for mode in options.modes.split(",")}
+    with locked(options.lock) if options.lock else nullcontext():
+        report(cell.name, bench, built)
+
+
+def report(cell: str, bench: Workbench, built: dict[str, Any]) -> None:
+    for mode, ready in built.items():
         rows = kernels(ready, lambda ready=ready: bench.reset(ready.spec))
-        print(f"{cell.name}  {mode}: {sum(r[1] for r in rows)} kernels, {sum(r[2] for r in rows):.0f} us")
+        print(f"{cell}  {mode}: {sum(r[1] for r in rows)} kernels, {sum(r[2] for r in rows):.0f} us")
         for name, times, us in rows[:22]:
             print(f"  {us:8.1f} us  {times:4d} x  {us / times:7.2f}  {name[:110]}")
 

@@ -88,6 +88,7 @@ def drafted(llm: Any, watch: Watch, count: int, args: argparse.Namespace, expect
 
     ``expected`` takes the drafts of the first run.
     """
+    llm.reset_prefix_cache()
     watch.drafts = []
     outputs = generate(llm, count, args, 48)
     rows = [batch.tolist() for batch in watch.drafts]

@@ -48,6 +48,33 @@ def make_models(root: Path, hidden: int, layers: int) -> None:
     (root / "eagle3" / "config.json").write_text(json.dumps(head))
 
 
+PADDED_VOCAB = 8192
+
+
+def pad_vocabulary(root: Path) -> dict[str, Path]:
+    """Copies of the packaged tiny models whose vocabulary is a block of vLLM's sampling kernel.
+
+    While vLLM 0.25.1 captures graphs on a GPU, its sampler returns indices of the whole block where logits are not
+    numbers; with 320 tokens the draft's embedding then reads outside its table and ends the process, with the plug-in
+    and without it. The new rows are those of the padding token, which is never likely.
+    """
+    from safetensors.torch import load_file, save_file
+
+    made = {}
+    for name in ("target", "eagle"):
+        source, made[name] = ROOT / "draftfuse/data/tiny" / name, root / name
+        made[name].mkdir()
+        config = json.loads((source / "config.json").read_text())
+        old, pad = config["vocab_size"], config.get("pad_token_id", 258)
+        (made[name] / "config.json").write_text(json.dumps(config | {"vocab_size": PADDED_VOCAB}))
+        tensors = load_file(source / "model.safetensors")
+        for key, table in tensors.items():
+            if table.shape[0] == old:
+                tensors[key] = table[[*range(old), *[pad] * (PADDED_VOCAB - old)]].contiguous()
+        save_file(tensors, made[name] / "model.safetensors", {"format": "pt"})
+    return made
+
+
 def vary_weights(runner: Any) -> None:
     """Weights of a size at which drafts vary; the draft's attention is sharp, so stale metadata shows in its tokens."""
     import torch

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_load import Client, Load, python_prompts, random_prompts, seen
-from vllm_models import ROOT, environment, load_plugin, make_models, runner_of, vary_weights
+from vllm_models import ROOT, environment, load_plugin, make_models, pad_vocabulary, runner_of, vary_weights
 from vllm_variants import Switched, Variants, Watch, different, sha
 
 STARTED = time.time()
@@ -123,9 +123,11 @@ def ready(name: str, args: argparse.Namespace) -> tuple[Any, Any, Watch]:
 def make_engine(name: str, args: argparse.Namespace) -> Any:
     from vllm import LLM
 
-    models = {"target": ROOT / "draftfuse/data/tiny/target", "draft": ROOT / "draftfuse/data/tiny/eagle"}
-    if name == "random":
-        root = Path(tempfile.mkdtemp(prefix="vllm-serving-"))
+    root = Path(tempfile.mkdtemp(prefix="vllm-serving-"))
+    if name == "tiny":
+        made = pad_vocabulary(root)
+        models = {"target": made["target"], "draft": made["eagle"]}
+    else:
         make_models(root, 256 if args.dry else 4096, 8)
         models = {"target": root / "target", "draft": root / "eagle3"}
     return LLM(

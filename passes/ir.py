@@ -23,7 +23,7 @@ from draftfuse.errors import SourceLine
 
 ALIGNMENT = 16  # bytes that Inductor's kernels assume of their inputs
 _SMALL = "draftfuse::small_linear"
-FUNCTIONAL_OPERATORS = frozenset({_SMALL, f"{_SMALL}_argmax", f"{_SMALL}_pair", "draftfuse::sort"})
+FUNCTIONAL_OPERATORS = frozenset({_SMALL, f"{_SMALL}_argmax", f"{_SMALL}_pair", "draftfuse::argmax", "draftfuse::sort"})
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<text>[^\n]*)')
 
 

@@ -14,6 +14,7 @@ if not __name__.startswith("draftfuse."):
     raise ImportError("import draftfuse.lowering.ops, not lowering.ops: a second copy would register every op twice")
 
 from draftfuse.lowering.ops.advance_positions import advance_positions
+from draftfuse.lowering.ops.argmax import argmax
 from draftfuse.lowering.ops.compute_slot_mapping import compute_slot_mapping
 from draftfuse.lowering.ops.gumbel_sample import gumbel_sample
 from draftfuse.lowering.ops.load_rows import load_rows
@@ -28,6 +29,7 @@ from draftfuse.lowering.ops.write_kv import write_kv
 
 __all__ = [
     "advance_positions",
+    "argmax",
     "compute_slot_mapping",
     "gumbel_sample",
     "load_rows",

@@ -23,7 +23,7 @@ def _sort(
     x: tl.tensor,
     values: tl.tensor,
     indices: tl.tensor,
-    size: tl.tensor,
+    length: tl.tensor,
     DESCENDING: tl.constexpr,
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
@@ -32,22 +32,22 @@ def _sort(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64) * size
+    row = tl.program_id(0).to(tl.int64) * length
     mine = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    a = tl.load(x + row + mine, mask=mine < size, other=0)
+    a = tl.load(x + row + mine, mask=mine < length, other=0)
     above = (a != a)[:, None]  # NaN is the largest
     rank = tl.zeros((BLOCK,), dtype=tl.int32)
-    for start in range(0, size, OTHERS):
+    for start in range(0, length, OTHERS):
         other = start + tl.arange(0, OTHERS)
-        b = tl.load(x + row + other, mask=other < size, other=0)
+        b = tl.load(x + row + other, mask=other < length, other=0)
         over = (b != b)[None, :]
         before = (b[None, :] > a[:, None]) if DESCENDING else (b[None, :] < a[:, None])
         before = before | ((over & ~above) if DESCENDING else (above & ~over))
         tied = (b[None, :] == a[:, None]) | (above & over)
         before = before | (tied & (other[None, :] < mine[:, None]))
-        rank += tl.sum((before & (other < size)[None, :]).to(tl.int32), axis=1)
-    tl.store(values + row + rank, a, mask=mine < size)
-    tl.store(indices + row + rank, mine.to(tl.int64), mask=mine < size)
+        rank += tl.sum((before & (other < length)[None, :]).to(tl.int32), axis=1)
+    tl.store(values + row + rank, a, mask=mine < length)
+    tl.store(indices + row + rank, mine.to(tl.int64), mask=mine < length)
 
 
 def takes(x: Tensor, dim: int) -> bool:

@@ -11,8 +11,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from draftfuse.lowering.ops import sort
-from draftfuse.lowering.workarounds import keep_wide_sorts_eager, materialise_boundaries
+from draftfuse.errors import OpArgumentError
+from draftfuse.lowering.ops import argmax, sort
+from draftfuse.lowering.workarounds import LONG, keep_wide_sorts_eager, materialise_boundaries, share_long_rows
 from draftfuse.passes import ir
 from tests.passes.helpers import assert_equal_eager, build, targets
 
@@ -91,3 +92,38 @@ def test_the_operator_sorts(stable: bool) -> None:
     assert torch.equal(values, expected.values)
     assert torch.equal(indices, expected.indices)
     torch.library.opcheck(torch.ops.draftfuse.sort.default, (x, 0, True, stable))
+
+
+def logits_of(columns: int, device: str, scaled: bool = False) -> fx.Graph:
+    """Product, perhaps a scale, and argmax."""
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x.meta["val"] = torch.empty(4, 8, device=device)
+        weight.meta["val"] = torch.empty(8, columns, device=device)
+        logits = ir.call(graph, torch.ops.aten.mm.default, (x, weight), {}, x)
+        if scaled:
+            logits = ir.call(graph, torch.ops.aten.mul.Tensor, (logits, 2.0), {}, x)
+        graph.output((ir.call(graph, torch.ops.aten.argmax.default, (logits, -1), {}, x),))
+    return graph
+
+
+def test_the_argmax_of_long_rows_of_a_product_is_shared_on_a_gpu() -> None:
+    graph = logits_of(LONG, "cuda")
+    assert share_long_rows(graph) == 1
+    assert targets(graph) == ["aten.mm.default", "draftfuse.argmax.default"]
+
+
+@pytest.mark.parametrize("case", [(LONG - 1, "cuda", False), (LONG, "cpu", False), (LONG, "cuda", True)])
+def test_other_argmaxes_are_left_to_inductor(case: tuple[int, str, bool]) -> None:
+    assert share_long_rows(logits_of(*case)) == 0
+
+
+def test_the_operator_picks_the_first_of_the_largest() -> None:
+    x = torch.tensor([[1.0, 3.0, 3.0], [-1.0, float("nan"), 9.0]])
+    assert argmax(x).tolist() == [1, 1]
+    torch.library.opcheck(torch.ops.draftfuse.argmax.default, (x,))
+    with pytest.raises(OpArgumentError, match="x has no columns"):
+        argmax(torch.empty(2, 0))
+    with pytest.raises(OpArgumentError, match="1 dims"):
+        argmax(torch.empty(2))

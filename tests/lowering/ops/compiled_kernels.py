@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from draftfuse.lowering.ops import (
+    _argmax_triton,
     _load_rows_triton,
     _paged_attention_triton,
     _small_linear_triton,
@@ -28,7 +29,7 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n] not in ("constexpr", "fp32")
     }
-    for name in ("num_reqs", "num_tokens", "splits", "capacity", "size"):
+    for name in ("num_reqs", "num_tokens", "splits", "capacity", "length"):
         if name in names:
             aligned.pop((names.index(name),), None)
     values = {(names.index(n),): value for n, value in constants.items()}
@@ -89,6 +90,9 @@ def main() -> None:
     types = {"x": "*i64", "values": "*i64", "indices": "*i64"}
     constants = {"DESCENDING": False, "BLOCK": _sort_triton.BLOCK, "OTHERS": 128, "PDL": True}
     compile_kernel(_sort_triton._sort, types, constants)
+    types = {"x": "*bf16", "keys": "*i64"}
+    ptx = compile_kernel(_argmax_triton._best_of_parts, types, {"BLOCK": _argmax_triton.BLOCK, "PDL": True})
+    assert "ld.global.v4.b32" in ptx, "logits are not loaded 16 bytes at a time"
     load_rows()
     attention(128, "bf16", False, 0)
     attention(128, "bf16", True, 512)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftfuse.lowering.ops import (
+    _argmax_triton,
     _load_rows_triton,
     _paged_attention_triton,
     _small_linear_triton,
@@ -229,3 +230,18 @@ def test_which_sorts_have_a_kernel() -> None:
     assert not _sort_triton.takes(torch.zeros(_sort_triton.LONGEST + 1), -1)
     assert not _sort_triton.takes(torch.zeros(()), -1)
     assert not _sort_triton.takes(torch.zeros(0), -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [1, 7, 4096, 9000])
+def test_argmax_of_long_rows(size: int, dtype: torch.dtype) -> None:
+    x = torch.randint(-9, 9, (5, size)).to(dtype)  # many equal ones
+    x[1] = -float("inf")
+    x[2] = -0.0
+    x[2, size // 2] = 0.0
+    x[3, size - 1] = float("nan")
+    assert torch.equal(_argmax_triton.launch(x), x.argmax(-1))
+    wide = torch.zeros(5, size + 3, dtype=dtype)
+    wide[:, :size] = x
+    assert torch.equal(_argmax_triton.launch(wide[:, :size]), x.argmax(-1))
+    assert torch.equal(_argmax_triton.launch(x.T.contiguous().T), x.argmax(-1))

@@ -125,5 +125,13 @@ def test_sort_equals_cpu(dtype: torch.dtype, size: int) -> None:
     x = torch.randint(-40, 40, (2, size)).to(dtype)
     for descending in (False, True):
         found = torch.ops.draftfuse.sort(x.cuda(), -1, descending, True)
-        for want, got in zip(torch.sort(x, -1, descending=descending, stable=True), found, strict=True):
+        for want, got in zip(torch.sort(x, dim=-1, descending=descending, stable=True), found, strict=True):
             assert torch.equal(want, got.cpu())
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_argmax_equals_cpu(dtype: torch.dtype, rows: int) -> None:
+    x = torch.randint(-40, 40, (rows, 151936)).to(dtype)
+    x[0, 77777] = float("nan")
+    assert torch.equal(torch.ops.draftfuse.argmax(x.cuda()).cpu(), x.argmax(-1))
