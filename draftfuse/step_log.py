@@ -7,8 +7,6 @@ operators with their numbers and tensors.
 
 from __future__ import annotations
 
-import gc
-import sys
 import sysconfig
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from draftfuse.passes import ir
+from draftfuse.path_log import NoPathLog, path_log
 
 Entry = tuple[Any, list[Any]]  # an operator, and its arguments in words
 LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
@@ -31,41 +30,6 @@ def is_watched(file: str) -> bool:
     return not in_python and not ir.is_own_file(file)
 
 
-class Path:
-    """The user's bytecode that runs inside a ``with`` block, without that of draftfuse, torch and Python itself."""
-
-    def __init__(self) -> None:
-        self.places: list[tuple[int, int]] = []
-        # By id: the code object, alive so that ids stay unique, and whether it is the user's.
-        self._codes: dict[int, tuple[Any, bool]] = {}
-        self._before: Any = None
-        self._collects = True
-
-    def __enter__(self) -> Path:
-        self._before, self._collects = sys.gettrace(), gc.isenabled()
-        gc.disable()  # finalizers and callbacks of a collection would run anywhere
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        sys.settrace(self._before)
-        if self._collects:
-            gc.enable()
-
-    def _call(self, frame: Any, event: str, argument: Any) -> Any:
-        code = frame.f_code
-        if id(code) not in self._codes:
-            self._codes[id(code)] = code, is_watched(code.co_filename)
-        if not self._codes[id(code)][1]:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._opcode
-
-    def _opcode(self, frame: Any, event: str, argument: Any) -> Any:
-        self.places.append((id(frame.f_code), frame.f_lasti))
-        return self._opcode
-
-
 class StepLog(TorchDispatchMode):
     """Operators in order; :meth:`tap` marks where a step, and its part up to the drafted tokens, ends."""
 
@@ -73,7 +37,7 @@ class StepLog(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[Entry] = []
         self.made: Any = WeakIdKeyDictionary()
-        self.path = Path()
+        self.path = path_log(is_watched)
         self.ends: dict[int, tuple[int, int]] = {}  # after the last tap of a step: operators, bytecodes
         self.tokens: dict[int, tuple[int, int]] = {}
         self.drawn: dict[int, Any] = {}
@@ -153,8 +117,11 @@ def difference(run: Callable[[Callable[[str, int, Tensor], None]], None], k: int
         What differs; None where steps 2..k-2, and step k-1 up to its tokens, are one program.
     """
     log = StepLog()
-    with log, log.path:
-        run(log.tap)
+    try:
+        with log, log.path:
+            run(log.tap)
+    except NoPathLog as reason:
+        return str(reason)
     if set(log.tokens) != set(range(1, k)):
         return f"tokens of steps {sorted(log.tokens)} of {k - 1}"
     for step in range(4, k):

@@ -60,7 +60,7 @@ def keep_wide_sorts_eager(graph: fx.Graph) -> int:
 
 
 def share_long_rows(graph: fx.Graph) -> int:
-    """Call ``draftfuse::argmax`` for the argmax of a product's rows on a GPU; returns how many.
+    """Call ``draftfuse::argmax`` for the argmax of long rows that are in memory on a GPU; returns how many.
 
     Where the number of rows is symbolic, Inductor gives each row to one program: 33 us for 4 rows of 151,936 logits,
     where PyTorch's kernel takes 10 (torch 2.11 on an H200). Logits that generated code computes are left to it, for it
@@ -72,13 +72,18 @@ def share_long_rows(graph: fx.Graph) -> int:
         logits = given["self"]
         if given.get("keepdim", False) or not _are_long_rows(ir.value(logits), given.get("dim")):
             continue
-        if ir.root(logits).target not in _PRODUCTS:
+        if not _is_stored(ir.root(logits)):
             continue
         with graph.inserting_before(node):
             node.replace_all_uses_with(ir.call(graph, torch.ops.draftfuse.argmax.default, (logits,), {}, node))
         graph.erase_node(node)
         found += 1
     return found
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether the tensor is in memory whatever Inductor does: it comes from outside, or from a product."""
+    return node.op == "placeholder" or node.target in _PRODUCTS
 
 
 def _are_long_rows(x: torch.Tensor, dim: int | None) -> bool:

@@ -114,6 +114,15 @@ def test_the_argmax_of_long_rows_of_a_product_is_shared_on_a_gpu() -> None:
     assert targets(graph) == ["aten.mm.default", "draftfuse.argmax.default"]
 
 
+def test_logits_from_outside_are_in_memory_too() -> None:
+    graph = fx.Graph()
+    logits = graph.placeholder("logits")
+    with FakeTensorMode():
+        logits.meta["val"] = torch.empty(4, LONG, device="cuda")
+        graph.output((ir.call(graph, torch.ops.aten.argmax.default, (logits, -1), {}, logits),))
+    assert share_long_rows(graph) == 1
+
+
 @pytest.mark.parametrize("case", [(LONG - 1, "cuda", False), (LONG, "cpu", False), (LONG, "cuda", True)])
 def test_other_argmaxes_are_left_to_inductor(case: tuple[int, str, bool]) -> None:
     assert share_long_rows(logits_of(*case)) == 0
