@@ -250,7 +250,7 @@ def launch(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=stages,
-        **dependent,
+        **(dependent if chosen.early else {**dependent, "launch_pdl": False}),
     )
     if splits > 1:
         sizes = {"HEAD_SIZE": head_size, "BLOCK_S": triton.next_power_of_2(splits), "BLOCK_D": chosen.block_d}

@@ -16,9 +16,19 @@ def query(tokens: int, heads: int = 32) -> torch.Tensor:
     return torch.empty(tokens, heads, 128, dtype=torch.bfloat16, device="meta")
 
 
-@pytest.mark.parametrize(("rows", "splits"), [(1, 50), (8, 7), (64, 1), (512, 1)])
-def test_splits_fill_the_device(rows: int, splits: int) -> None:
-    assert plan(query(rows), CACHE, 256, rows, False, 0, 132).splits == splits
+@pytest.mark.parametrize(("rows", "splits"), [(1, 49), (8, 6), (64, 1), (512, 1)])
+def test_splits_fill_the_device_in_one_round(rows: int, splits: int) -> None:
+    chosen = plan(query(rows), CACHE, 256, rows, False, 0, 132)
+    assert chosen.splits == splits
+    assert splits == 1 or chosen.splits * rows * 8 <= 3 * 132
+    assert not chosen.early
+
+
+@pytest.mark.parametrize(("rows", "splits"), [(1, 50), (16, 4), (64, 1)])
+def test_programs_of_small_heads_start_early(rows: int, splits: int) -> None:
+    small = torch.empty(rows, 32, 64, dtype=torch.bfloat16, device="meta")
+    chosen = plan(small, CACHE[..., :64], 516, rows, False, 0, 132)
+    assert (chosen.splits, chosen.early) == (splits, True)
 
 
 def test_splits_are_bounded_by_the_tiles_of_the_table_or_window() -> None:
