@@ -19,6 +19,7 @@ from draftfuse.lowering.emit import Emission
 from draftfuse.lowering.workspace import Workspace
 from draftfuse.trace import trace
 from draftfuse.vllm import ops
+from draftfuse.vllm.head import plain_head
 from draftfuse.vllm.record import build, update
 from draftfuse.vllm.versions import Release
 
@@ -54,6 +55,7 @@ class State:
         self.width = int(spec.hidden_states.shape[1])
         self.hidden_like = torch.empty(1, dtype=spec.dtype, device=self.hidden_states.device)
         self.logits_like = self.hidden_like  # replaced as soon as vLLM's logits are known
+        self.head: Tensor | None = None  # of one row: the output head, where product and argmax are one kernel
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -101,6 +103,11 @@ def one_step(state: State, num_reqs: int, step: int) -> tuple[Tensor, Tensor]:
         return torch.ops.draftfuse_vllm.step_tokens(  # type: ignore[no-any-return]
             state.hidden_like, state.engine, num_reqs, step, state.width
         )
+    if state.head is not None:
+        last, feedback = torch.ops.draftfuse_vllm.step_hidden(
+            state.hidden_like, state.engine, num_reqs, step, state.width
+        )
+        return torch.ops.draftfuse.small_linear_argmax(last, state.head, None, 0.0), feedback
     logits, feedback = torch.ops.draftfuse_vllm.step_logits(
         state.logits_like, state.hidden_like, state.engine, num_reqs, step, state.width
     )
@@ -127,6 +134,7 @@ class CompiledLoop:
         self.rest: tuple[Any, ...] = ()
         self.metadata: Any = None
         self.by_layer: Any = None
+        self.head: Tensor | None = None
         self.upper_bound: Any = None
         self.state = State(spec, ops.add(self))
         self.workspace = Workspace()
@@ -144,11 +152,13 @@ class CompiledLoop:
         self.bound[rows, k].run()
 
     def prepare(self, rows: int) -> None:
-        """Learn width and dtype of vLLM's logits."""
+        """Learn width and dtype of vLLM's logits, and whether they are a plain product."""
         if self.state.logits_like is self.state.hidden_like and not self.state.draws:
             logits = self.logits(self.spec.hidden_states[:rows])
+            head = plain_head(self.spec, self.logits)
             with torch.inference_mode(False):
                 self.state.logits_like = torch.empty(logits.shape[-1], dtype=logits.dtype, device=logits.device)
+                self.head = None if head is None else alias(head.detach())
 
     def emission(self, rows: int, k: int) -> Emission:
         """Code for any number of rows above one where its guards allow it, else for ``rows`` alone."""
@@ -162,14 +172,16 @@ class CompiledLoop:
         key = (k if symbolic else -k * 4096 - rows, symbolic)
         if key not in self.emissions:
             start = time.perf_counter()
+            self.state.head = self.head if rows == 1 and not symbolic else None
             traced = trace(loop, (self.state, rows, k), "num_reqs" if symbolic else None)
             seconds = time.perf_counter() - start
             code, report = finish(traced, k, None if symbolic else rows, seconds, Settings(disable=AS_STORED))
             self.emissions[key] = code
             what = "any number of" if symbolic else str(rows)
+            own = "" if self.state.head is None else ", output head and argmax in one"
             self.note(
                 f"compiled k={k}, {what} requests: {report.segments} segments ({report.unique_segments} distinct) "
-                f"around {k - 1} steps of vLLM's, {report.compile_seconds:.1f} s"
+                f"around {k - 1} steps of vLLM's{own}, {report.compile_seconds:.1f} s"
             )
         return self.emissions[key]
 

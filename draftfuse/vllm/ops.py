@@ -45,6 +45,16 @@ def _tokens(hidden: Tensor, engine: int, rows: int, step: int, width: int) -> tu
     return ENGINES[engine].sample(last[:rows], rows, step), feedback[:rows]
 
 
+def _hidden(hidden: Tensor, engine: int, rows: int, step: int, width: int) -> tuple[Tensor, Tensor]:
+    last, feedback = ENGINES[engine].forward(rows, step)
+    apart = last.clone() if last.data_ptr() == feedback.data_ptr() else last  # results of an operator share no memory
+    return apart[:rows], feedback[:rows]
+
+
+def _fake_hidden(hidden: Tensor, engine: int, rows: int, step: int, width: int) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(rows, width), hidden.new_empty(rows, width)
+
+
 def _fake_logits(like: Tensor, hidden: Tensor, engine: int, rows: int, step: int, width: int) -> tuple[Tensor, Tensor]:
     return like.new_empty(rows, like.shape[0]), hidden.new_empty(rows, width)
 
@@ -66,3 +76,4 @@ _define(
     "step_logits", "Tensor like, Tensor hidden, int engine, SymInt rows, int step, int width", _logits, _fake_logits
 )
 _define("step_tokens", "Tensor hidden, int engine, SymInt rows, int step, int width", _tokens, _fake_tokens)
+_define("step_hidden", "Tensor hidden, int engine, SymInt rows, int step, int width", _hidden, _fake_hidden)
