@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import inspect
-import sys
 import threading
 import types
 from collections import deque
@@ -22,7 +21,6 @@ import torch
 
 from draftfuse import python_state
 from draftfuse.baked import SCALARS, same
-from draftfuse.passes import ir
 from draftfuse.paths import MISSING
 from draftfuse.writers import is_library
 
@@ -65,7 +63,6 @@ class AttributeReads:
         self.owners = {id(owner): owner for owner, _ in state.owners.values() if owner is not None}
         self.log: list[tuple[Any, str, Any]] = []
         self.ends: dict[int, int] = {}  # by draft step, how many there are at its end
-        self.of_globals = ""  # where the loop asks for the globals of a module
         self.thread = threading.get_ident()
 
     @contextmanager
@@ -74,14 +71,14 @@ class AttributeReads:
         classes = {type(owner) for owner in self.owners.values() if not isinstance(owner, type)}
         plain = {k: k.__getattribute__ for k in classes if k.__flags__ & _HEAP_TYPE and not is_library(k)}
         own = {klass: vars(klass).get("__getattribute__") for klass in plain}
-        getattr_, globals_ = builtins.getattr, builtins.globals
+        getattr_ = builtins.getattr
         try:
             for klass, read in plain.items():
                 klass.__getattribute__ = self._noting(read)
-            builtins.getattr, builtins.globals = self._noting_getattr(getattr_), self._noting_globals
+            builtins.getattr = self._noting_getattr(getattr_)
             yield
         finally:
-            builtins.getattr, builtins.globals = getattr_, globals_
+            builtins.getattr = getattr_
             for klass, method in own.items():
                 if method is not None:
                     klass.__getattribute__ = method
@@ -108,12 +105,6 @@ class AttributeReads:
 
         return read
 
-    def _noting_globals(self) -> dict[str, Any]:
-        frame = sys._getframe(1)
-        if threading.get_ident() == self.thread and not ir.is_own_file(frame.f_code.co_filename):
-            self.of_globals = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        return frame.f_globals
-
     def _note(self, owner: Any, name: str, value: Any) -> None:
         if threading.get_ident() == self.thread and not name.startswith("__"):
             self.log.append((owner, name, value))
@@ -122,10 +113,8 @@ class AttributeReads:
         """What only steps behind the traced ones read, as it is now, and what they could read of the same tables.
 
         Raises:
-            ChangedRead: it is not what the steps saw, so the loop itself changes it; or it cannot be guarded.
+            ChangedRead: it is not what the steps saw, so the loop itself changes it.
         """
-        if self.of_globals:
-            raise ChangedRead(f"names of globals() are looked up at {self.of_globals}")
         traced, end = self.ends[TRACED], max(self.ends.values())  # a hook after the last step is traced too
         seen = {(id(owner), name) for owner, name, _ in self.log[:traced]}
         done, tables = set[tuple[int, str]](), set[int]()
