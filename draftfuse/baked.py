@@ -26,7 +26,9 @@ _ROUTINES = ("BUILTIN_MATCH", "CLOSURE_MATCH", "FUNCTION_MATCH", "CLASS_MATCH")
 _LENGTHS = ("SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK")
 _ENTRIES = ("DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS")
 BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)  # made anew at each read
-SCALARS = (int, float, bool, str, type(None), bytes, complex, torch.dtype, torch.device, frozenset, Enum)
+SCALARS = (int, float, bool, str, type(None), bytes, complex, torch.dtype, torch.device, frozenset, Enum, range, slice)
+_OF_MODULES = ("._modules", "._parameters", "._buffers")
+_ITEM = re.compile(r"dict\.__getitem__\((?P<owner>.+), list\(dict\.keys\((?P=owner)\)\)\[(?P<place>\d+)\]\)")
 # How Dynamo writes a class attribute that it found through an object: ``dict(type(L['spec']).__dict__)['scale']``.
 _OF_CLASS = re.compile(r"dict\(type\((?P<owner>.+)\)(\.__mro__\[\d+\])?\.__dict__\)\['(?P<name>\w+)'\]")
 _MODULE = re.compile(r"G\['__import_(?P<top>.+?)(_dot_.*)?'\]")
@@ -39,11 +41,31 @@ def taken(roots: Mapping[str, Any], module_globals: dict[str, Any]) -> dict[str,
     for guard in context.guards_context.dynamo_guards if context is not None else ():
         name: Any = guard.name
         if (path := asked(name() if callable(name) else name, guard)) is not None:
+            path = _by_key(path, roots, module_globals)
             value = value_at(path, roots, module_globals)
             value = frozenset(value) if isinstance(value, set) else value  # Dynamo takes a whole set
-            if is_taken(value):
+            if is_taken(value) and not _is_watched_by_address(path, value, roots, module_globals):
                 found[as_attribute(path, value, roots, module_globals)] = value
     return dict(sorted(found.items()))
+
+
+def _by_key(path: str, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> str:
+    """An item of a subclass of dict, which Dynamo names by its place among the keys, by its key."""
+    if (parts := _ITEM.fullmatch(path)) is None:
+        return path
+    keys = list(dict.keys(value_at(parts["owner"], roots, module_globals)))
+    return f"{parts['owner']}[{keys[int(parts['place'])]!r}]"
+
+
+def _is_watched_by_address(path: str, value: Any, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> bool:
+    """Whether ``value`` is the class of one of PyTorch's modules with parameters: another one comes with others."""
+    is_module = isinstance(value, type) and issubclass(value, torch.nn.Module) and is_library(value)
+    return is_module and has_parameters(value_at(path.removesuffix(".__class__"), roots, module_globals))
+
+
+def has_parameters(owner: Any) -> bool:
+    """Whether ``owner`` is a module with parameters."""
+    return isinstance(owner, torch.nn.Module) and next(owner.parameters(), None) is not None
 
 
 def asked(path: str, guard: Any) -> str | None:
@@ -61,6 +83,8 @@ def asked(path: str, guard: Any) -> str | None:
         return path if _is_of_users(path) else None
     if kind == "TYPE_MATCH":
         return f"{path}.__class__" if _is_of_users(path) else None
+    if kind == "DICT_KEYS_MATCH" and not path.endswith(_OF_MODULES):
+        return f"tuple({path})"
     if kind in _LENGTHS:
         return f"len({path})"
     given = getattr(guard.create_fn, "keywords", {})
@@ -84,8 +108,10 @@ def _is_of_users(path: str) -> bool:
 def is_taken(value: Any) -> bool:
     """Whether a value that the loop looked at is one that is guarded: a scalar, a function, a class of the user's."""
     if isinstance(value, type):
-        return not is_library(value) and not issubclass(value, (torch.Tensor, *_TABLES, *SCALARS))
-    return isinstance(value, SCALARS) or inspect.isroutine(value)
+        is_plain = not is_library(value) and not issubclass(value, (torch.Tensor, *_TABLES, *SCALARS))
+        return is_plain or issubclass(value, torch.nn.Module)
+    is_keys = isinstance(value, tuple) and all(isinstance(key, SCALARS) for key in value)
+    return is_keys or isinstance(value, SCALARS) or inspect.isroutine(value)
 
 
 def as_attribute(path: str, value: Any, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> str:
@@ -103,4 +129,6 @@ def same(now: Any, old: Any) -> bool:
         return False
     if isinstance(old, (float, complex)):
         return repr(now) == repr(old)
+    if isinstance(old, tuple):
+        return len(now) == len(old) and all(map(same, now, old))
     return now is old or (isinstance(old, (*SCALARS, *BOUND)) and bool(now == old))

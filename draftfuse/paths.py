@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-ASKED = re.compile(r"len\((?P<measured>.+)\)|(?P<key>'[^']*'|\d+) in (?P<container>.+)")
+ASKED = re.compile(r"len\((?P<measured>.+)\)|tuple\((?P<listed>.+)\)|(?P<key>'[^']*'|\d+) in (?P<container>.+)")
 
 
 class _Missing:
@@ -18,7 +18,7 @@ class _Missing:
 
 
 MISSING = _Missing()
-_BUILTINS = {"type": type, "dict": dict, "len": len}
+_BUILTINS = {"type": type, "dict": dict, "len": len, "tuple": tuple}
 
 
 class _Modules(dict[str, Any]):
@@ -48,7 +48,9 @@ def plain(path: str) -> str:
     """A path as a user would write it: ``L['spec'].builder.window`` -> ``spec.builder.window``."""
     path = of_modules(path)
     if (parts := ASKED.fullmatch(path)) is not None:
-        inner = plain(parts["measured"] or parts["container"])
+        inner = plain(parts["measured"] or parts["listed"] or parts["container"])
+        if parts["listed"]:
+            return f"keys of {inner}"
         return f"len({inner})" if parts["measured"] else f"{parts['key']} in {inner}"
     for prefix in ("L['", "G['"):
         if path.startswith(prefix):

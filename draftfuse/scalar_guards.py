@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from draftfuse.attribute_reads import Read
-from draftfuse.baked import SCALARS, same
+from draftfuse.baked import SCALARS, has_parameters, same
 from draftfuse.module_hooks import ModuleHooks
 from draftfuse.paths import ASKED, MISSING, MODULES, plain, split_path, value_at
 from draftfuse.writers import LIBRARIES, is_library
@@ -41,6 +41,7 @@ class ScalarGuards:
             comparison.methods(path)
         if "spec" in roots:
             comparison.hooks(ModuleHooks(roots["spec"]))
+        comparison.terms.append(f"{comparison.constant(modes_of_torch)}() == {modes_of_torch()!r}")
         current = {path: _reader(path, roots) for path in values}
         for read in reads:
             comparison.read(read)
@@ -55,6 +56,11 @@ class ScalarGuards:
         named = [f"{plain(p)}: traced with {old!r}, now {new!r}" for p, old, new in changed if not same(new, old)]
         named += [f"{name} was replaced" for methods in self.classes for name in methods.replaced()]
         return list(dict.fromkeys(named)) or [REPLACED]
+
+
+def modes_of_torch() -> tuple[str, bool]:
+    """What changes the dtypes of operators for the whole process."""
+    return str(torch.get_default_dtype()), torch._C._is_any_autocast_enabled()
 
 
 def methods_of(roots: Mapping[str, Any]) -> list[str]:
@@ -127,7 +133,9 @@ class _Comparison:
         owner_path = path.removesuffix(".__class__")
         owner = value_at(owner_path, self.roots, MODULES)
         if not has_parameters(owner):  # addresses are watched: with other parameters comes another module
-            self.owner(owner_path, owner)
+            name = self.owner(owner_path, owner)
+            if owner_path != path:
+                self.terms.append(f"{name}.__class__ is {self.constant(klass)}")
 
     def methods_of_class(self, klass: type) -> None:
         if klass not in self.classes and not is_library(klass):
@@ -167,18 +175,28 @@ class _Comparison:
         """How an attribute or item is read; None where nobody can assign it."""
         owner_path, key = split_path(path)
         owner = value_at(owner_path, self.roots, MODULES)
-        return _access(self.owner(owner_path, owner), owner, key) if _can_change(owner, key) else None
+        return _access(self.reach(owner_path, owner), path) if _can_change(owner, key) else None
 
     def question(self, path: str) -> str | None:
         """How a length is taken, or a key looked up; None where neither can change."""
         parts = ASKED.fullmatch(path)
         assert parts is not None
-        container_path = parts["measured"] or parts["container"]
+        container_path = parts["measured"] or parts["listed"] or parts["container"]
         container = value_at(container_path, self.roots, MODULES)
-        if not isinstance(container, (dict, list, set, deque)) or container_path.startswith("dict("):
+        if not isinstance(container, (*_CONTAINERS, set, tuple)) or container_path.startswith("dict("):
             return None
-        name = self.owner(container_path, container)
+        name = self.reach(container_path, container)
+        if parts["listed"]:
+            return f"tuple({name})"
         return f"len({name})" if parts["measured"] else f"{parts['key']} in {name}"
+
+    def reach(self, path: str, owner: Any) -> str:
+        """How an owner is read: itself where it can change, through what holds it where only another can replace it."""
+        above, _ = split_path(path)
+        parent = value_at(above, self.roots, MODULES) if above not in ("", "L", "G") else MISSING
+        if isinstance(owner, _FIXED) and parent is not MISSING:
+            return _access(self.reach(above, parent), path)
+        return self.owner(path, owner)
 
     def owner(self, path: str, owner: Any) -> str:
         """The bound name of an object, with the identity of everything on the way to it in the comparison."""
@@ -188,7 +206,7 @@ class _Comparison:
             above, key = split_path(path)
             parent = value_at(above, self.roots, MODULES) if above and above not in ("L", "G") else MISSING
             if parent is not MISSING and key != "__dict__":
-                access = _access(self.owner(above, parent), parent, key)  # what a tuple holds stays; the tuple may not
+                access = _access(self.owner(above, parent), path)  # what a tuple holds stays; the tuple may not
                 if _can_change(parent, key):
                     self.terms.append(f"{access} is {name}")
         return self.owners[path]
@@ -203,7 +221,7 @@ class _Comparison:
         body = " and ".join(self.terms) or "True"
         source = (
             f"def holds({parameters}):\n    try:\n        return {body}\n"
-            "    except (AttributeError, LookupError):\n        return False\n"
+            "    except (AttributeError, LookupError, TypeError):\n        return False\n"
         )
         scope = dict(self.names)
         exec(compile(source, "<draftfuse guards>", "exec"), scope)
@@ -211,18 +229,19 @@ class _Comparison:
         return function
 
 
-def has_parameters(owner: Any) -> bool:
-    """Whether ``owner`` is a module with parameters."""
-    return isinstance(owner, torch.nn.Module) and next(owner.parameters(), None) is not None
+_CONTAINERS = (dict, list, deque, types.MappingProxyType)
+_FIXED = (tuple, slice, range)  # other values come with another object
 
 
-def _access(name: str, owner: Any, key: Any) -> str:
-    return f"{name}[{key!r}]" if isinstance(owner, (dict, list, deque)) else f"{name}.{key}"
+def _access(name: str, path: str) -> str:
+    """The last step of ``path``, from an object of that name."""
+    key = split_path(path)[1]
+    return f"{name}[{key!r}]" if path.endswith("]") else f"{name}.{key}"
 
 
 def _can_change(owner: Any, key: Any) -> bool:
     """Whether ``owner`` is an object, class or module of the user's that lets ``key`` be assigned, or a container."""
-    if isinstance(owner, (dict, list, deque)):
+    if isinstance(owner, (*_CONTAINERS, *_FIXED)):
         return True
     if isinstance(owner, types.CellType):
         return bool(key == "cell_contents")
@@ -232,10 +251,9 @@ def _can_change(owner: Any, key: Any) -> bool:
         return owner.__name__.split(".")[0] not in LIBRARIES
     if isinstance(owner, type):
         return not is_library(owner)
-    if isinstance(owner, (tuple, torch.Tensor)) or (isinstance(owner, torch.nn.Module) and is_library(type(owner))):
+    if isinstance(owner, torch.Tensor):
         return False
-    frozen = getattr(getattr(type(owner), "__dataclass_params__", None), "frozen", False)
-    return not frozen and (key in _own_names(owner) or _is_plain(inspect.getattr_static(type(owner), key, None)))
+    return key in _own_names(owner) or _is_plain(inspect.getattr_static(type(owner), key, None))
 
 
 def _is_plain(value: Any) -> bool:
