@@ -79,7 +79,9 @@ class Methods:
     def __init__(self, klass: type) -> None:
         self.klass = klass
         found = {n for base in klass.__mro__ if not is_library(base) for n in vars(base) if n != "__getattribute__"}
-        self.names = sorted(n for n in found if self._is_stable(n))
+        names = sorted(n for n in found if self._is_stable(n))
+        functions = [n for n in names if inspect.isfunction(inspect.getattr_static(klass, n))]
+        self.names = [*names, *(f"{n}.__code__" for n in functions)]  # reloading may change a function in place
         self.read: Callable[[type], Any] = attrgetter(*self.names) if self.names else type
         self.saved: Any = self.read(klass)
 
@@ -95,7 +97,13 @@ class Methods:
         """Names that stand for something else now."""
         old = self.saved if len(self.names) > 1 else (self.saved,)
         pairs = zip(self.names, old, strict=False)
-        return [f"{self.klass.__qualname__}.{n}" for n, was in pairs if getattr(self.klass, n, MISSING) != was]
+        return [f"{self.klass.__qualname__}.{n}" for n, was in pairs if self._now(n) != was]
+
+    def _now(self, name: str) -> Any:
+        try:
+            return attrgetter(name)(self.klass)
+        except AttributeError:
+            return MISSING
 
 
 class _Comparison:
@@ -114,6 +122,9 @@ class _Comparison:
             return True
         if ASKED.fullmatch(path):
             return self.equals(self.question(path), value)
+        if isinstance(value, types.FunctionType):  # what reloads a module may change a function in place
+            function = self.constant(value)
+            self.terms.append(f"{self.constant(_CODE)}({function}) == {self.constant(_CODE(value))}")
         return self.equals(self.attribute(path), value)
 
     def equals(self, read: str | None, value: Any) -> bool:
@@ -229,6 +240,7 @@ class _Comparison:
         return function
 
 
+_CODE = attrgetter("__code__", "__kwdefaults__")
 _CONTAINERS = (dict, list, deque, types.MappingProxyType)
 _FIXED = (tuple, slice, range)  # other values come with another object
 
