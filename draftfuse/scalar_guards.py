@@ -41,7 +41,7 @@ class ScalarGuards:
             comparison.methods(path)
         if "spec" in roots:
             comparison.hooks(ModuleHooks(roots["spec"]))
-        comparison.terms.append(f"{comparison.constant(modes_of_torch)}() == {modes_of_torch()!r}")
+        comparison.terms.append(f"{comparison.constant(modes_of_torch)}() == {comparison.constant(modes_of_torch())}")
         current = {path: _reader(path, roots) for path in values}
         for read in reads:
             comparison.read(read)
@@ -58,9 +58,9 @@ class ScalarGuards:
         return list(dict.fromkeys(named)) or [REPLACED]
 
 
-def modes_of_torch() -> tuple[str, bool]:
+def modes_of_torch() -> tuple[torch.dtype, bool]:
     """What changes the dtypes of operators for the whole process."""
-    return str(torch.get_default_dtype()), torch._C._is_any_autocast_enabled()
+    return torch.get_default_dtype(), torch._C._is_any_autocast_enabled()
 
 
 def methods_of(roots: Mapping[str, Any]) -> list[str]:
