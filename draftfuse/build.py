@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from draftfuse import passes, python_state
+from draftfuse.attribute_reads import AttributeReads, ChangedRead, Read
 from draftfuse.dispatch import PREFILL, Descriptor
 from draftfuse.errors import EmissionError, UnsafeLoopError
 from draftfuse.groups import is_parallel
@@ -24,7 +25,7 @@ from draftfuse.passes import ir, never
 from draftfuse.passes.collectives import collectives_of
 from draftfuse.passes.explicit_metadata import explicit_metadata
 from draftfuse.report import BuildReport
-from draftfuse.siblings import TooManyEntries, with_siblings
+from draftfuse.siblings import TooManyEntries, check_number, with_siblings
 from draftfuse.step_log import difference
 from draftfuse.trace import Trace, trace
 from draftfuse.unroll import TRACED_STEPS, Irregular, extend
@@ -88,29 +89,41 @@ def traced_loop(
     traced = trace(function, (*front, TRACED_STEPS, tap), symbolic)
     try:
         extend(traced, k)
-        different = steps_differ(function, (args[0], descriptor.num_reqs, *args[2:]))
+        traced.reads = reads_of_copied_steps(function, (args[0], descriptor.num_reqs, *args[2:]))
         traced.baked = with_siblings(traced.baked, {"spec": args[0]})
     except (Irregular, TooManyEntries) as reason:
-        different = str(reason)
-    if different is None:
-        traced.copied_steps = k - TRACED_STEPS
+        traced = trace(function, args, symbolic)
+        traced.irregular = str(reason)
         return traced
-    traced = trace(function, args, symbolic)
-    traced.irregular = different
+    traced.copied_steps = k - TRACED_STEPS
     return traced
 
 
-def steps_differ(function: Callable[..., None], args: tuple[Any, ...]) -> str | None:
-    """Run the loop of ``args`` (rows second, draft tokens before the tap) once; how its steps differ, or None.
+def reads_of_copied_steps(function: Callable[..., None], args: tuple[Any, ...]) -> list[Read]:
+    """Run the loop of ``args`` (rows second, draft tokens before the tap) once; what only copied steps read.
 
     Python state is put back; tensors hold what the loop writes on dead rows.
+
+    Raises:
+        Irregular: the steps differ, or what they read cannot be guarded; the message says how.
+        TooManyEntries: they read tables that are too large to be guarded.
     """
     *front, k, _ = args
-    state = python_state.of_speculator(front[0])
+    state, reads = python_state.of_speculator(front[0]), AttributeReads(front[0])
     try:
-        return difference(lambda tap: function(*front, k, tap), k)
+        different = difference(lambda tap: function(*front, k, tap), k, reads)
     finally:
         state.restore()
+    if different is not None:
+        raise Irregular(different)
+    try:
+        found: dict[Any, Read] = {}
+        for read in reads.behind_traced():
+            found[read.key] = read
+            check_number(len(found), read.label)
+    except ChangedRead as reason:
+        raise Irregular(str(reason)) from reason
+    return list(found.values())
 
 
 def finish(
@@ -140,7 +153,7 @@ def finish(
         progress=settings.progress,
     )
     report = report_on(emission, k, num_reqs, done, trace_seconds, kind, settings)
-    report.baked, report.refused = traced.baked, refused
+    report.baked, report.reads, report.refused = traced.baked, traced.reads, refused
     report.copied_steps, report.irregular = traced.copied_steps, traced.irregular
     return emission, report
 

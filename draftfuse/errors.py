@@ -53,6 +53,13 @@ class UntraceableLoopError(DraftfuseError):
     in_builder: bool = False  # the statement is inside a metadata builder, so the loop can still run split
 
 
+class FailedLoopError(DraftfuseError):
+    """The user's code raised while a draft step ran in Python; the original is the ``__cause__``."""
+
+    step: int | None = None  # the draft step
+    phase: str = ""
+
+
 class UnsafeLoopError(DraftfuseError):
     """The traced loop does something that a captured graph would freeze or lose."""
 

@@ -9,6 +9,7 @@ import torch
 
 from draftfuse.environment import device_lost
 from draftfuse.errors import ClosedError, ConcurrentUseError, DeviceLostError, DraftfuseError, LostRankError
+from draftfuse.failures import failed_loop
 from draftfuse.meeting import Ranks, event_of_stream
 
 
@@ -21,6 +22,7 @@ def event_of_now() -> Any:
 class Exclusive:
     """One call at a time, on an open loop, without autograd. A plain class: this is on the path of every replay.
 
+    What the user's code raises in a step that runs in Python ends in :class:`FailedLoopError`.
     A call in which a collective fails ends in :class:`LostRankError`, and so does the loop until :meth:`reopen`.
     After a :class:`DeviceLostError` nothing is launched any more: the loop can only be closed.
     """
@@ -57,6 +59,8 @@ class Exclusive:
             self.device_lost, self.closed = found, True
         elif (found := self.ranks.explain(error)) is not None:
             self.lost, self.closed = found, True
+        else:
+            found = failed_loop(error)
         if found is not None and found is not error:
             raise found from error
 

@@ -16,7 +16,7 @@ from draftfuse.dispatch import DECODE, PROPOSE, Decision, Descriptor, Ladder
 from draftfuse.exclusive import Exclusive, event_of_now
 from draftfuse.loader import Loader
 from draftfuse.meeting import wait_for
-from draftfuse.ranks import AcrossRanks
+from draftfuse.ranks import AcrossRanks, check_across
 from draftfuse.report import Plan, Report
 from draftfuse.runners import Runner, Runners
 from draftfuse.speculator import DraftBatch
@@ -86,7 +86,7 @@ class FusedDraft:
         """
         validate.check_batch(self.spec, batch)
         if across is not None:
-            across.check(batch)
+            check_across(across).check(batch)
         key = (batch.num_reqs, batch.num_tokens, batch.max_query_len, k, across)
         with self._exclusive:
             proposal = self._proposals.get(key) or self._proposal(*key)

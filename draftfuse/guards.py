@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftfuse import loop
 from draftfuse.errors import StaleAddressError
+from draftfuse.paths import MODULES, plain, split_path
 from draftfuse.speculator import Guard
 
 
@@ -84,7 +85,7 @@ class Addresses:
             raise stale(f"tensors of shapes {moved}", "moved")
         for container, key, tensor, path in self.places:
             if container[key] is not tensor:
-                raise stale(path, "was replaced by another object")
+                raise stale(plain(path), "was replaced by another object")
 
 
 def _compare(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:
@@ -113,10 +114,12 @@ def _chain(path: str, tensor: Any, roots: Mapping[str, Any]) -> Iterator[tuple[A
 def _place(path: str, value: Any, roots: Mapping[str, Any]) -> tuple[tuple[Any, Any, Any, str], Any] | None:
     """Where ``value`` is reachable now, and the object that holds it; None where the path is no plain chain."""
     owner_path, key = split_path(path)
-    if not owner_path:
+    if owner_path in ("", "G"):
         return None
     try:
-        owner = eval(owner_path, {"__builtins__": {}}, {"L": roots})  # a path that Dynamo wrote, not user input
+        owner = eval(
+            owner_path, {"__builtins__": {}}, {"L": roots, "G": MODULES}
+        )  # a path that Dynamo wrote, not user input
     except (AttributeError, KeyError, IndexError, NameError, TypeError):
         return None
     container = owner if isinstance(owner, (list, dict, tuple)) else getattr(owner, "__dict__", {})
@@ -124,13 +127,3 @@ def _place(path: str, value: Any, roots: Mapping[str, Any]) -> tuple[tuple[Any, 
         return ((container, key, value, path), owner) if container[key] is value else None
     except (KeyError, IndexError, TypeError):
         return None
-
-
-def split_path(path: str) -> tuple[str, Any]:
-    """``L['spec'].inputs.seq_lens`` -> (``L['spec'].inputs``, ``seq_lens``); ``x[0]`` -> (``x``, 0)."""
-    if path.endswith("]"):
-        start = path.rindex("[")
-        text = path[start + 1 : -1]
-        return path[:start], text.strip("'\"") if not text.lstrip("-").isdigit() else int(text)
-    owner, _, name = path.rpartition(".")
-    return owner, name

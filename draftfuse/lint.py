@@ -23,6 +23,7 @@ from draftfuse.errors import (
     UnstableMetadataError,
     UntraceableLoopError,
 )
+from draftfuse.failures import PADDED, first_words, missing_attribute, name_of, place_in_loop
 from draftfuse.groups import cuda_backend
 from draftfuse.hidden_reads import HiddenReads
 from draftfuse.journal import Journal
@@ -153,11 +154,18 @@ def named_failures() -> Iterator[None]:
     except Exception as error:
         if (lost := device_lost(error)) is not None:
             raise lost from error
-        came = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        todo = "Padded rows (seq_len 0, slot -1, idx_mapping -1) reach every statement of the loop: let them pass."
-        raise UnsafeLoopError(
-            "the loop fails on dummy rows", came, "a run without error", todo, user_line(error)
-        ) from error
+        raise _on_dummy_rows(error) from error
+
+
+def _on_dummy_rows(error: Exception) -> UnsafeLoopError:
+    """The error for what a loop raised on dummy rows, or on any: an attribute that is not there."""
+    place = place_in_loop(error)
+    where = f" at {name_of(*place[:2])}" if place is not None else ""
+    came, source = first_words(error), user_line(error)
+    if (name := missing_attribute(error)) is not None:
+        todo = "Set it before the loop runs, or correct its name."
+        return UnsafeLoopError(f"{name} is missing{where}", came, "an attribute of that name", todo, source)
+    return UnsafeLoopError(f"the loop fails on dummy rows{where}", came, "a run without error", PADDED, source)
 
 
 def _after_hooks(spec: Any, before: python_state.State) -> set[str]:

@@ -158,7 +158,9 @@ def decode_loop(spec: Any, num_reqs: int, k: int, tap: Tap = no_tap) -> None:
         metadata = build_metadata(spec, inputs, step, held, tap)
         tokens.append(run_step(spec, inputs, metadata, step, step == k - 1, tap))
     store_tokens(inputs, tokens, k)
-    run_hook(spec, "on_multi_step_decode_end")
+    # Nothing behind it reads what it leaves: traced, it would only make a guard of each count that it keeps.
+    if not torch.compiler.is_compiling():
+        run_hook(spec, "on_multi_step_decode_end")
 
 
 def run_hook(spec: Any, name: str) -> None:

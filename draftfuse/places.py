@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from traceback import walk_tb
 
 import torch.distributed
 from torch import fx
@@ -18,6 +18,7 @@ from draftfuse.lowering.emit import EMISSION_FILE, PLACES
 from draftfuse.passes import ir
 from draftfuse.passes.collectives import waited_for
 
+Frames = list[tuple[types.FrameType, int]]
 DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
 
 
@@ -37,7 +38,7 @@ class Place:
 
 def place_of(error: BaseException) -> Place | None:
     """The collective that raised ``error``; None where none did."""
-    frames = list(_frames(error))
+    frames = frames_of(error)
     for frame, line in frames:
         if frame.f_code.co_filename == EMISSION_FILE:
             node = frame.f_locals.get(PLACES, {}).get(line)
@@ -52,11 +53,9 @@ def of_node(node: fx.Node) -> Place:
     return Place(ir.draft_step(node), ir.phase(node), collective_at(node).operation, ir.source_line(node))
 
 
-def _frames(error: BaseException) -> Iterator[tuple[types.FrameType, int]]:
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lineno
-        traceback = traceback.tb_next
+def frames_of(error: BaseException) -> Frames:
+    """The frames that an exception went through, outermost first, and the line of each."""
+    return list(walk_tb(error.__traceback__))
 
 
 def _of_frames(frames: list[types.FrameType], source: SourceLine | None) -> Place:

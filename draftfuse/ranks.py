@@ -79,3 +79,11 @@ class AcrossRanks:
         if batch.max_query_len is not None and batch.num_reqs > 0 and max(longest) < batch.max_query_len:
             what, expected = "the batch has longer queries than its rank", f"at most {max(longest)} tokens a request"
             raise InvalidBatchError(what, f"max_query_len={batch.max_query_len}", expected, todo)
+
+
+def check_across(across: object) -> AcrossRanks:
+    """Raise :class:`InvalidOptionError` unless ``across`` describes ranks."""
+    if not isinstance(across, AcrossRanks):
+        todo = "Pass AcrossRanks.gather(batch, k, group), or None."
+        raise InvalidOptionError("across does not describe ranks", repr(across), "draftfuse.AcrossRanks", todo)
+    return across

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from draftfuse.attribute_reads import Read
 from draftfuse.dispatch import Descriptor
 from draftfuse.passes import PassReport
 
@@ -41,6 +42,7 @@ class BuildReport:
     baked: dict[str, Any] = field(default_factory=dict)  # host values that the trace took, by Dynamo's path
     refused: str = ""  # why another emission was built instead of the one asked for
     copied_steps: int = 0  # draft steps that repeat others: copied in the IR instead of traced
+    reads: list[Read] = field(default_factory=list)  # what only copied steps read of Python objects
     irregular: str = ""  # why no step was copied where that was tried
 
 

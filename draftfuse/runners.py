@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from draftfuse import loop, python_state
-from draftfuse.baked import ScalarGuards, plain
-from draftfuse.build import Settings, build, steps_differ
+from draftfuse.baked import SCALARS
+from draftfuse.build import Settings, build, reads_of_copied_steps
 from draftfuse.dispatch import DECODE, PREFILL, PROPOSE, Descriptor, Ladder
 from draftfuse.environment import named_memory
 from draftfuse.errors import (
@@ -32,10 +32,13 @@ from draftfuse.inspector import Inspector
 from draftfuse.lowering.emit import Bound, Emission
 from draftfuse.lowering.workspace import Workspace
 from draftfuse.passes import ir
-from draftfuse.report import Report
+from draftfuse.paths import plain
+from draftfuse.report import BuildReport, Report
+from draftfuse.scalar_guards import ScalarGuards
 from draftfuse.speculator import Guard
 from draftfuse.split import SplitLoop
 from draftfuse.state import Saved, fill_dummy, persistent_tensors
+from draftfuse.unroll import Irregular
 
 MAX_GUARDED = 8  # split loops kept for host values other than the captured ones
 
@@ -71,8 +74,9 @@ class Runners:
         self._emissions: dict[tuple[str, int, int | None], Emission] = {}
         self._scalars: dict[int, ScalarGuards] = {}  # by the emission's id, which _emissions keeps alive
         self._guarded: dict[tuple[Any, ...], Runner] = {}
-        # For symbolic builds of which some steps were not traced: the capacities at which those were seen to repeat.
-        self._repeating: dict[tuple[str, int], set[int]] = {}
+        # For symbolic builds of which some steps were not traced: the capacities at which those were seen to repeat,
+        # and the attributes that only those steps read.
+        self._repeating: dict[tuple[str, int], tuple[set[int], frozenset[tuple[int, Any]]]] = {}
 
     def get(self, descriptor: Descriptor) -> Runner:
         """The runner of ``descriptor``; building it leaves inputs and slots as they were."""
@@ -174,7 +178,7 @@ class Runners:
     def _split(self, descriptor: Descriptor) -> Runner:
         split = SplitLoop(self.spec, descriptor.num_steps, descriptor.num_reqs, self.settings)
         self.report.builds += split.reports
-        scalars = self._bake({path: value for r in split.reports for path, value in r.baked.items()})
+        scalars = self._bake(*split.reports)
         if self.cudagraph:
             split.launch = [self._capture(bound, descriptor).replay for bound in split.steps]
         counter = "graph replays" if self.cudagraph else "compiled calls"
@@ -230,12 +234,16 @@ class Runners:
     def _repeats(self, descriptor: Descriptor) -> bool:
         """Whether copied steps stand for the loop at this capacity too: Python may compare the rows with the step."""
         seen = self._repeating.get((descriptor.kind, descriptor.num_steps))
-        if seen is None or descriptor.num_reqs in seen:
+        if seen is None or descriptor.num_reqs in seen[0]:
             return True
         function, args = loop_of(descriptor)
-        if steps_differ(function, (self.spec, *args, None)) is not None:
+        try:
+            reads = reads_of_copied_steps(function, (self.spec, *args, None))
+        except Irregular:
             return False
-        seen.add(descriptor.num_reqs)
+        if not seen[1].issuperset(read.key for read in reads):
+            return False
+        seen[0].add(descriptor.num_reqs)
         return True
 
     def _build(self, descriptor: Descriptor, num_reqs: int | None, hint: int) -> Emission:
@@ -244,18 +252,22 @@ class Runners:
             function, args = loop_of(descriptor)
             arguments = (self.spec, hint, *args[1:], *([] if descriptor.kind == PREFILL else [loop.graph_tap]))
             emission, report = build(function, arguments, descriptor, num_reqs, self.settings)
-            self._scalars[id(emission)] = self._bake(report.baked)
+            self._scalars[id(emission)] = self._bake(report)
             self.report.external = sorted({*self.report.external, *external_reads(self.spec, emission)})
             self.report.builds.append(report)
             if num_reqs is None and report.copied_steps:
-                self._repeating[descriptor.kind, descriptor.num_steps] = {descriptor.num_reqs}
+                read = frozenset(read.key for read in report.reads)
+                self._repeating[descriptor.kind, descriptor.num_steps] = {descriptor.num_reqs}, read
             self._emissions[key] = emission  # last: whoever is interrupted before builds again
         return self._emissions[key]
 
-    def _bake(self, values: dict[str, Any]) -> ScalarGuards:
-        """List host values that a trace took in the report, and guard those that can change."""
+    def _bake(self, *builds: BuildReport) -> ScalarGuards:
+        """List host values that traces took in the report, and guard those that can change."""
+        values = {path: value for build in builds for path, value in build.baked.items()}
+        reads = [read for build in builds for read in build.reads]
         self.report.baked |= {plain(path): getattr(value, "__qualname__", value) for path, value in values.items()}
-        return ScalarGuards.of(values, {"spec": self.spec})
+        self.report.baked |= {read.label: read.value for read in reads if isinstance(read.value, SCALARS)}
+        return ScalarGuards.of(values, {"spec": self.spec}, reads)
 
 
 def external_reads(spec: Any, emission: Emission) -> list[str]:

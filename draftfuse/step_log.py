@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from draftfuse.attribute_reads import AttributeReads
 from draftfuse.passes import ir
 from draftfuse.path_log import NoPathLog, path_log
 
@@ -33,8 +34,9 @@ def is_watched(file: str) -> bool:
 class StepLog(TorchDispatchMode):
     """Operators in order; :meth:`tap` marks where a step, and its part up to the drafted tokens, ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: AttributeReads | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.reads = reads
         self.entries: list[Entry] = []
         self.made: Any = WeakIdKeyDictionary()
         self.path = path_log(is_watched)
@@ -66,6 +68,8 @@ class StepLog(TorchDispatchMode):
         if name == "tokens":
             self.tokens[step], self.drawn[step] = here, self._describe(value)
         self.ends[step] = here
+        if self.reads is not None:
+            self.reads.ends[step] = len(self.reads.log)
 
 
 def _items(arg: Any) -> Any:
@@ -107,18 +111,19 @@ def repeats(run: Callable[[], None]) -> bool:
     return logs[0] == logs[1]
 
 
-def difference(run: Callable[[Callable[[str, int, Tensor], None]], None], k: int) -> str | None:
+def difference(run: Callable[[Callable[[str, int, Tensor], None]], None], k: int, reads: AttributeReads) -> str | None:
     """Run the loop and compare its steps with steps 2 and 3.
 
     Args:
         run: runs the eager loop of ``k`` draft tokens with the tap that it is given.
+        reads: takes the attributes that are read.
 
     Returns:
         What differs; None where steps 2..k-2, and step k-1 up to its tokens, are one program.
     """
-    log = StepLog()
+    log = StepLog(reads)
     try:
-        with log, log.path:
+        with reads.noted(), log, log.path:
             run(log.tap)
     except NoPathLog as reason:
         return str(reason)

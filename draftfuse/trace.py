@@ -22,9 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from draftfuse import python_state
+from draftfuse.attribute_reads import Read
 from draftfuse.baked import taken
 from draftfuse.errors import DraftfuseError, SourceLine, UntraceableLoopError
 from draftfuse.passes import ir
+from draftfuse.paths import of_modules
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Trace:
     front: fx.Graph | None = None  # Dynamo's own graph, for the lint
     baked: dict[str, Any] = field(default_factory=dict)  # host values that the trace took, by path
     copied_steps: int = 0  # draft steps that repeat others and were not traced
+    reads: list[Read] = field(default_factory=list)  # attributes that only those steps read
     irregular: str = ""  # why all steps were traced, where a shorter trace was tried first
 
     @property
@@ -155,9 +158,8 @@ def name_placeholders(module: fx.GraphModule, flat: fx.GraphModule) -> None:
         text = name() if callable(name) else name
         if text:
             new.meta["source"] = str(text)
-            new.meta["path"] = (
-                str(text).replace("L['", "").replace("']", "", 1).replace("_modules['", "").replace("']", "")
-            )
+            named = of_modules(str(text)).replace("L['", "").replace("']", "", 1)
+            new.meta["path"] = named.replace("_modules['", "").replace("']", "")
 
 
 def bind(traced: Trace, args: tuple[Any, ...]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftfuse.errors import InvalidBatchError, InvalidOptionError, InvalidSpeculatorError, SourceLine
 from draftfuse.speculator import DraftBatch, DraftInputs
+from draftfuse.step_log import is_watched
 
 _INPUT_TYPES = {
     "input_ids": (torch.int32, 1),
@@ -33,11 +34,20 @@ COMPILERS = ("inductor", "none")
 def source_of(value: Any) -> SourceLine | None:
     """Where a class or function was written, if that is known."""
     target = value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
+    if inspect.isclass(target) and target.__module__ == "types":  # made by make_dataclass, or types.new_class
+        return _first_method(target)
     try:
         lines, number = inspect.getsourcelines(target)
         return SourceLine(inspect.getsourcefile(target) or "?", number, lines[0].strip())
     except (OSError, TypeError):
         return None
+
+
+def _first_method(klass: type) -> SourceLine | None:
+    """The line of the user's first function in a class that no ``class`` statement made."""
+    codes = [f.__code__ for f in vars(klass).values() if inspect.isfunction(f)]
+    users = [code for code in codes if is_watched(code.co_filename) and code.co_filename != "<string>"]
+    return SourceLine.of(users[0].co_filename, users[0].co_firstlineno) if users else None
 
 
 def check_speculator(spec: Any) -> None:

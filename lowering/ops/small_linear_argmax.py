@@ -27,6 +27,8 @@ def _check(x: Tensor, weight: Tensor, gain: Tensor | None) -> None:
     check_floating(NAME, "x", x, "M, K")
     check_floating(NAME, "weight", weight, "V, K")
     check_same_dtype(NAME, "weight", weight, "x", x)
+    if gain is not None:
+        check_floating(NAME, "gain", gain, "K")
 
 
 def _check_sizes(x: Tensor, weight: Tensor, gain: Tensor | None) -> None:

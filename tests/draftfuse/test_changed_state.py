@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -141,6 +141,58 @@ class Head:
         return 1.0
 
 
+class Deep:
+    """A plain object whose class gets other methods; each kind has a class of its own."""
+
+    def plain(self) -> float:
+        return 1.0
+
+    @staticmethod
+    def static() -> float:
+        return 1.0
+
+    @classmethod
+    def of_class(cls) -> float:
+        return 1.0
+
+    @property
+    def computed(self) -> float:
+        return 1.0
+
+
+class Inheriting(Deep):
+    """Has all of it from a base."""
+
+
+class Called(torch.nn.Module):
+    def __init__(self, weighted: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1)) if weighted else None
+
+    def forward(self, x: Any) -> Any:
+        return x if self.weight is None else x * self.weight
+
+
+class Behind(Factor):
+    """Calls methods of objects behind it, of modules and of globals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep, self.called, self.bare = Inheriting(), Called(weighted=True), Called(weighted=False)
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        x = super().enter(inputs) * self.deep.plain() * self.deep.static() * self.deep.of_class() * self.deep.computed
+        x = self.called(x) * GLOBAL.plain() * scale_of(1.0)
+        return self.bare(x)  # type: ignore[no-any-return]
+
+
+GLOBAL = Deep()
+
+
+def scale_of(x: float) -> float:
+    return x
+
+
 class Doubling(Head):
     def scale(self) -> float:
         return 2.0
@@ -182,6 +234,27 @@ def other(value: float) -> Any:
     return torch.neg if value > 1 else torch.square
 
 
+class Constant(torch.nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Any) -> Any:
+        return x * self.value
+
+
+class Other(Deep):
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def plain(self) -> float:
+        return self.value
+
+
+def set_global_named(name: str, value: Any) -> None:
+    globals()[name] = value
+
+
 CHANGES: dict[str, tuple[type[Factor], Callable[[Any, float], object]]] = {
     "class attribute": (OfClass, lambda spec, v: setattr(OfClass, "scale", v)),
     "shadowed class attribute": (OfClass, lambda spec, v: setattr(spec, "scale", v)),
@@ -199,6 +272,15 @@ CHANGES: dict[str, tuple[type[Factor], Callable[[Any, float], object]]] = {
     "function in a list": (Deeper, lambda spec, v: spec.factors.__setitem__(1, thrice if v > 1 else torch.neg)),
     "hook": (Module, lambda spec, v: spec.module.register_forward_hook(lambda module, args, out: out * v)),
     "pre-hook": (Module, lambda spec, v: spec.module.register_forward_pre_hook(lambda module, args: (args[0] * v,))),
+    "method behind": (Behind, lambda spec, v: setattr(Inheriting, "plain", lambda self: v)),
+    "method of a base": (Behind, lambda spec, v: setattr(Deep, "plain", lambda self: v)),
+    "static method": (Behind, lambda spec, v: setattr(Deep, "static", staticmethod(lambda: v))),
+    "class method": (Behind, lambda spec, v: setattr(Deep, "of_class", classmethod(lambda cls: v))),
+    "property": (Behind, lambda spec, v: setattr(Deep, "computed", property(lambda self: v))),
+    "forward of a module": (Behind, lambda spec, v: setattr(Called, "forward", lambda self, x: x * v)),
+    "module without weights": (Behind, lambda spec, v: setattr(spec, "bare", Constant(v))),
+    "global function": (Behind, lambda spec, v: set_global_named("scale_of", lambda x: v)),
+    "global object": (Behind, lambda spec, v: set_global_named("GLOBAL", Other(v))),
     "cell": (Cell, lambda spec, v: spec.close_over(v)),
     "method": (Method, lambda spec, v: setattr(spec, "factor", lambda: v)),
     "method of the class": (MethodOfClass, lambda spec, v: setattr(MethodOfClass, "factor", lambda self: v)),
@@ -206,11 +288,23 @@ CHANGES: dict[str, tuple[type[Factor], Callable[[Any, float], object]]] = {
 }
 
 
+@pytest.fixture
+def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Classes and globals as they were, after the test."""
+    for owner, name in ((OfClass, "scale"), (MethodOfClass, "factor"), (Called, "forward")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    for name in ("plain", "static", "of_class", "computed"):
+        monkeypatch.setattr(Deep, name, vars(Deep)[name])
+    for name in ("GLOBAL", "scale_of"):
+        monkeypatch.setitem(globals(), name, globals()[name])
+    yield
+    if "plain" in vars(Inheriting):
+        del Inheriting.plain
+
+
 @pytest.mark.parametrize("case", CHANGES)
-def test_what_changes_between_calls_shows_in_the_next_draft(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_changes_between_calls_shows_in_the_next_draft(case: str, put_back: None) -> None:
     klass, change = CHANGES[case]
-    for owner, name in ((OfClass, "scale"), (MethodOfClass, "factor")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
     set_global(None, 1.0)
     make = (lambda: klass(Bound())) if case == "partial" else klass
     fused = draftfuse.compile(make(), compiler="none", request_capacities=[4])

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import draftfuse
 from draftfuse import DraftInputs
-from draftfuse.baked import REPLACED
 from draftfuse.errors import StaleAddressError
+from draftfuse.scalar_guards import REPLACED
 from tests.failures.small import Small
 
 NAMES = [f"w{index}" for index in range(14)]

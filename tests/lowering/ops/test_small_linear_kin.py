@@ -67,6 +67,8 @@ def test_pair_refuses(change: dict[str, torch.Tensor], words: str) -> None:
         ((torch.randn(2, 8), torch.randn(5, 7)), "x and weight differ in K: got 8, expected 7"),
         ((torch.randn(2, 8), torch.randn(5, 8).half()), "weight and x differ in dtype"),
         ((torch.randn(2, 8), torch.randn(5, 8), torch.rand(7)), "gain does not fit x: got 7, expected 8"),
+        ((torch.randn(2, 8), torch.randn(5, 8), torch.rand(1, 8)), "gain has 2 dims"),
+        ((torch.randn(2, 8), torch.randn(5, 8), torch.ones(8, dtype=torch.int64)), "gain has a wrong dtype"),
     ],
 )
 def test_argmax_refuses(args: tuple[torch.Tensor, ...], words: str) -> None:

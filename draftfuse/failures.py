@@ -1,0 +1,83 @@
+"""What a user's code raises while a draft loop runs in Python: one error that names draft step, phase and line."""
+
+from __future__ import annotations
+
+import torch
+
+from draftfuse import loop
+from draftfuse.errors import DraftfuseError, FailedLoopError, SourceLine
+from draftfuse.passes import ir
+from draftfuse.places import Frames, frames_of
+
+_STEPS = (loop.run_step.__code__, loop.prepare_decode.__code__)
+PADDED = "Padded rows (seq_len 0, slot -1, idx_mapping -1) reach every statement of the loop: let them pass."
+
+
+def failed_loop(error: BaseException) -> FailedLoopError | None:
+    """The error for what the user's part of a loop raised; None for anything else."""
+    if isinstance(error, (DraftfuseError, torch.OutOfMemoryError)) or not isinstance(error, Exception):
+        return None
+    place = place_in_loop(error)
+    if place is None:
+        return None
+    step, phase, source = place
+    what, todo = _what_of(error)
+    made = FailedLoopError(
+        f"{what} at {name_of(step, phase)}", first_words(error), "a step that runs through", todo, source
+    )
+    made.step, made.phase = step, phase
+    return made
+
+
+def _what_of(error: Exception) -> tuple[str, str]:
+    if (name := missing_attribute(error)) is not None:
+        return f"{name} is missing", "Set it before the loop runs, or correct its name."
+    return "the draft loop fails", "Correct the statement; the original exception is the cause of this one."
+
+
+def missing_attribute(error: BaseException) -> str | None:
+    """``Type.name`` of an attribute that an object does not have."""
+    if not isinstance(error, AttributeError) or error.name is None:
+        return None
+    owner = error.obj
+    return f"attribute {getattr(owner, '__name__', type(owner).__qualname__)}.{error.name}"
+
+
+def first_words(error: BaseException) -> str:
+    """Type and first line of an exception."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def name_of(step: int | None, phase: str) -> str:
+    """``draft step 2, sample``; the phase alone where there is no step."""
+    return phase if step is None else f"draft step {step}, {phase}"
+
+
+def place_in_loop(error: BaseException) -> tuple[int | None, str, SourceLine] | None:
+    """Draft step, phase and innermost line of the user's; None where an exception is not from the user's loop."""
+    frames = frames_of(error)
+    inside = _step_of(frames)
+    if inside is None:
+        return None
+    index, step, phase = inside
+    users = [(f.f_code.co_filename, line) for f, line in frames[index:] if _is_of_users(f.f_code.co_filename)]
+    return (step, phase, SourceLine.of(*users[-1])) if users else None
+
+
+def _is_of_users(file: str) -> bool:
+    return not ir.is_own_file(file) and not file.startswith("<frozen")
+
+
+def _step_of(frames: Frames) -> tuple[int, int | None, str] | None:
+    """The innermost function of the loop among ``frames``: which it is, its step, and the phase."""
+    for index in reversed(range(len(frames) - 1)):
+        frame, called = frames[index][0], frames[index + 1][0].f_code.co_name
+        if frame.f_code in _STEPS:
+            return index + 1, frame.f_locals.get("step", 0), called
+        if frame.f_code is loop.build_metadata.__code__:
+            return index + 1, frame.f_locals["step"], "refresh"
+        if frame.f_code is loop.run_hook.__code__:
+            return index + 1, None, str(frame.f_locals["name"])
+        if frame.f_code is loop.prefill.__code__:
+            return index + 1, 0, "prefill"
+    return None
