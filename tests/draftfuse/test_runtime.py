@@ -337,3 +337,27 @@ def test_sub_graphs_and_raw_kernels_are_refused_at_the_users_line() -> None:
     traced = trace(branching, (torch.ones(3), torch.zeros(3)))
     with pytest.raises(UnsafeLoopError, match=r"raw kernel or a sub-graph(?s:.*)torch\.cond\(x\.sum\(\) > 0"):
         refuse_higher_order(traced)
+
+
+class Counting(Small):
+    """Counts its loops where the lint says that one may."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__(k=k)
+        self.loops = 0
+
+    def on_multi_step_decode_end(self) -> None:
+        self.loops += 1
+
+
+@pytest.mark.parametrize("k", [3, 7])
+def test_a_count_kept_in_the_last_hook_is_no_guard(k: int) -> None:
+    pair = Pair(compiled(Counting(k)), compiled(Counting(k), mode="eager"))
+    for seed in range(3):
+        pair.draft(lambda s, x=seed: uniform(s, [11, 12], x))
+    pair.fused.spec.loops = before = 10
+    for seed in range(3):
+        pair.fused.propose(uniform(pair.fused.spec, [11, 12], seed))
+    assert pair.fused.spec.loops == before + 3
+    assert not pair.fused.report.fallbacks
+    assert pair.fused.report.counters["compiled calls"] == 6
