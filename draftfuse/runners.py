@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -54,6 +55,14 @@ class Runner:
     num_bytes: int = 0
 
 
+@dataclass
+class Repeating:
+    """Where copied steps are known to stand for a loop: numbers of rows, and what other processes have seen."""
+
+    rows: set[int]
+    entry: Any
+
+
 class Runners:
     """All runners of one compiled loop."""
 
@@ -64,7 +73,7 @@ class Runners:
         self.pool, self.report = pool, report
         self.owns_pool = pool is None
         self.inspector = Inspector(spec, report.findings)
-        self.settings = replace(settings, inspect=self.inspector.after)
+        self.settings = replace(settings, inspect=self.inspector.after, is_clean=lambda: not report.findings)
         self.workspace = Workspace()
         self.stream: Any = None  # of all captures
         self.made: dict[Descriptor, Runner] = {}
@@ -72,7 +81,7 @@ class Runners:
         self._scalars: dict[int, ScalarGuards] = {}  # by the emission's id, which _emissions keeps alive
         self._guarded: dict[tuple[Any, ...], Runner] = {}
         # For symbolic builds of which some steps were not traced: the capacities at which those were seen to repeat.
-        self._repeating: dict[tuple[str, int], set[int]] = {}
+        self._repeating: dict[tuple[str, int], Repeating] = {}
 
     def get(self, descriptor: Descriptor) -> Runner:
         """The runner of ``descriptor``; building it leaves inputs and slots as they were."""
@@ -230,12 +239,17 @@ class Runners:
     def _repeats(self, descriptor: Descriptor) -> bool:
         """Whether copied steps stand for the loop at this capacity too: Python may compare the rows with the step."""
         seen = self._repeating.get((descriptor.kind, descriptor.num_steps))
-        if seen is None or descriptor.num_reqs in seen:
+        rows = descriptor.num_reqs
+        if seen is None or rows in seen.rows:
             return True
-        function, args = loop_of(descriptor)
-        if steps_differ(function, (self.spec, *args, None)) is not None:
-            return False
-        seen.add(descriptor.num_reqs)
+        if seen.entry is None or not seen.entry.repeats_at(rows):
+            function, args = loop_of(descriptor)
+            codes: list[CodeType] = []
+            if steps_differ(function, (self.spec, *args, None), codes) is not None:
+                return False
+            if seen.entry is not None:
+                seen.entry.note_repeats(rows, codes)
+        seen.rows.add(rows)
         return True
 
     def _build(self, descriptor: Descriptor, num_reqs: int | None, hint: int) -> Emission:
@@ -248,7 +262,7 @@ class Runners:
             self.report.external = sorted({*self.report.external, *external_reads(self.spec, emission)})
             self.report.builds.append(report)
             if num_reqs is None and report.copied_steps:
-                self._repeating[descriptor.kind, descriptor.num_steps] = {descriptor.num_reqs}
+                self._repeating[descriptor.kind, descriptor.num_steps] = Repeating({descriptor.num_reqs}, report.entry)
             self._emissions[key] = emission  # last: whoever is interrupted before builds again
         return self._emissions[key]
 

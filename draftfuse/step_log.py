@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import sysconfig
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,11 @@ class Path:
         sys.settrace(self._before)
         if self._collects:
             gc.enable()
+
+    @property
+    def watched(self) -> list[types.CodeType]:
+        """The user's code that ran."""
+        return [code for code, is_users in self._codes.values() if is_users]
 
     def _call(self, frame: Any, event: str, argument: Any) -> Any:
         code = frame.f_code
@@ -143,11 +149,14 @@ def repeats(run: Callable[[], None]) -> bool:
     return logs[0] == logs[1]
 
 
-def difference(run: Callable[[Callable[[str, int, Tensor], None]], None], k: int) -> str | None:
+def difference(
+    run: Callable[[Callable[[str, int, Tensor], None]], None], k: int, codes: list[types.CodeType] | None = None
+) -> str | None:
     """Run the loop and compare its steps with steps 2 and 3.
 
     Args:
         run: runs the eager loop of ``k`` draft tokens with the tap that it is given.
+        codes: takes the user's code that ran.
 
     Returns:
         What differs; None where steps 2..k-2, and step k-1 up to its tokens, are one program.
@@ -155,6 +164,8 @@ def difference(run: Callable[[Callable[[str, int, Tensor], None]], None], k: int
     log = StepLog()
     with log, log.path:
         run(log.tap)
+    if codes is not None:
+        codes += log.path.watched
     if set(log.tokens) != set(range(1, k)):
         return f"tokens of steps {sorted(log.tokens)} of {k - 1}"
     for step in range(4, k):
