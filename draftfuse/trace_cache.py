@@ -25,7 +25,7 @@ from torch._C._dynamo.guards import GlobalStateGuard
 from draftfuse import python_state
 from draftfuse.baked import plain
 from draftfuse.dispatch import Descriptor
-from draftfuse.fingerprints import MISSING, Fingerprints, NoFingerprint, name_of
+from draftfuse.fingerprints import MISSING, NoFingerprint, name_of
 from draftfuse.module_hooks import ModuleHooks
 from draftfuse.trace import Trace
 from draftfuse.trace_facts import Facts, NotCacheable, Question, Scope
@@ -97,7 +97,7 @@ class Entry:
         traced.entry, self.facts = self, traced.facts or Facts(refused="nothing was traced")
         try:
             self.facts.add_files(codes)
-            self.facts.add((Question("exact", path) for path in traced.baked), self.scope, Fingerprints())
+            self.facts.add((Question("exact", path) for path in traced.baked), self.scope, set())
             self.facts.settle(self.scope)
         except (NotCacheable, NoFingerprint) as reason:
             self.facts.refused = self.facts.refused or str(reason)
@@ -120,8 +120,9 @@ class Entry:
         for name, path in sources(data).items():
             if self.scope.at(path) is not traced.tensors[name]:
                 raise NotCacheable(f"the tensor at {plain(path)} is another than the one that was traced")
-        if to_json(from_json(data, traced.tensors)) | {"baked": data["baked"]} != data:
-            raise NotCacheable("the graph does not come back as it was")
+        back = to_json(from_json(data, traced.tensors))
+        if changed := [part for part in data if part not in ("baked", "guards") and back[part] != data[part]]:
+            raise NotCacheable(f"the graph does not come back as it was: {changed}")
         whole = {"facts": self.facts.to_json(), "places": places(self.spec, traced.tensors), "trace": data}
         write(self.file, whole)
 

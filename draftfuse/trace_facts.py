@@ -158,10 +158,9 @@ class Facts:
         for file, digest in self.files.items():
             if file_hash(file) != digest:
                 return f"{file} has changed"
-        known = Fingerprints()
         for question, answer in self.answers.items():
             try:
-                now = answer_to(question, scope, known)
+                now = answer_to(question, scope, Fingerprints())
             except NoFingerprint as reason:
                 now = str(reason)
             if now != answer:
@@ -170,11 +169,13 @@ class Facts:
             return f"objects are shared otherwise: {_first_difference(self.shared, now_shared)}"
         return ""
 
-    def add(self, questions: Iterable[Question], scope: Scope, known: Fingerprints) -> None:
-        """Ask more."""
+    def add(self, questions: Iterable[Question], scope: Scope, codes: set[str]) -> None:
+        """Ask more; ``codes`` takes the bytecode that stands behind the answers."""
         for question in questions:
             if question not in self.answers:
+                known = Fingerprints()
                 self.answers[question] = answer_to(question, scope, known)
+                codes |= known.codes
                 if self.answers[question] == "nothing":
                     raise NotCacheable(f"{question} cannot be found again")
 
@@ -201,13 +202,13 @@ def of_trace(arguments: Mapping[str, Any], module_globals: dict[str, Any]) -> Fa
     facts = Facts()
     context = TracingContext.try_get()
     assert context is not None
-    scope, known = Scope(arguments, module_globals), Fingerprints()
+    scope, covered = Scope(arguments, module_globals), set[str]()
     numbers = {f"L['{name}']" for name, value in arguments.items() if isinstance(value, int)}  # part of the key
     try:
         for guard in context.guards_context.dynamo_guards:
-            facts.add((q for q in questions_of(guard) if q.path not in numbers), scope, known)
+            facts.add((q for q in questions_of(guard) if q.path not in numbers), scope, covered)
         facts.add_files(context.traced_code)
-        _require_covered(context.traced_code, known)
+        _require_covered(context.traced_code, covered)
     except (NotCacheable, NoFingerprint) as reason:
         facts.refused = str(reason)
     facts.settle(scope)
@@ -264,10 +265,10 @@ def shared_among(questions: Iterable[Question], scope: Scope) -> list[list[str]]
     return sorted(sorted(group) for group in groups.values() if len(group) > 1)
 
 
-def _require_covered(codes: Iterable[types.CodeType], known: Fingerprints) -> None:
+def _require_covered(codes: Iterable[types.CodeType], covered: set[str]) -> None:
     """All code of the user's that was inlined must stand behind a guarded function or class: it is asked for again."""
-    for code in codes:
-        if is_watched(code.co_filename) and Fingerprints().code(code) not in known.codes:
+    for code in dict.fromkeys(codes):
+        if is_watched(code.co_filename) and Fingerprints().code(code) not in covered:
             raise NotCacheable(f"{code.co_qualname} in {code.co_filename} belongs to no guarded function or class")
 
 

@@ -170,12 +170,16 @@ def expression(data: Any, symbol: Any) -> Any:
 
 
 def new_symbol(name: str, source: str, hint: int, guards: Iterable[Any]) -> tuple[FakeTensorMode, torch.SymInt]:
-    """A fake mode with one symbol, about which the environment knows what ``guards`` say."""
+    """A fake mode with one symbol, about which the environment knows what ``guards`` say.
+
+    It notes those alone that do not follow from others.
+    """
     env = ShapeEnv()
     number = env.create_unspecified_symint_and_symbol(hint, LocalSource(source), DimDynamic.DYNAMIC)
     assert isinstance(number, torch.SymInt)
     if str(symbol := number.node.expr) != name:
         raise NotCacheable(f"the symbol {name} would be {symbol}")
     for guard in guards:
-        env.evaluate_expr(expression(guard, symbol))
+        if not env.evaluate_expr(expression(guard, symbol)):
+            raise NotCacheable(f"the guard {guard} does not hold at {hint}")
     return FakeTensorMode(shape_env=env), number
