@@ -210,7 +210,7 @@ def name_of(klass: type) -> str:
 def is_library(klass: type) -> bool:
     """Whether a class is Python's or torch's: of those the version says all."""
     root = (klass.__module__ or "").split(".")[0]
-    return root == "torch" or root in sys.stdlib_module_names and root != "__main__"
+    return root == "torch" or (root in sys.stdlib_module_names and root != "__main__")
 
 
 def is_shared(value: Any) -> bool:

@@ -7,13 +7,15 @@ Entries are written whole under another name first, so several processes may sta
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
 import platform
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,6 +36,7 @@ from draftfuse.trace_store import from_json, sources, to_json
 SWITCH = "DRAFTFUSE_TRACE_CACHE"
 KEPT = 256  # entries; the oldest go first
 FROM_DISK = "IR from disk"
+HOOKED = "a module has forward hooks"
 _FAULTS = (NotCacheable, NoFingerprint, OSError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
 _MODULES = ("torch._dynamo.config", "torch._functorch.config", "torch.fx.experimental._config", "torch.compiler.config")
 _FLAGS = (
@@ -59,7 +62,8 @@ class Entry:
         self.spec, self.key, self.said = args[0], key, ""
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         self.scope = Scope(dict(zip(names, traced_args, strict=False)), function.__globals__)
-        self.facts = Facts()
+        self.facts, self.tensors = Facts(), dict[str, Any]()
+        self.places: dict[str, list[str]] | None = None  # where those tensors stand; None without an entry on disk
 
     @property
     def file(self) -> Path:
@@ -69,7 +73,7 @@ class Entry:
     def load(self) -> Trace | None:
         """The stored trace on the live tensors, where there is one and all of its facts hold."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), without_collection():
                 return self._load()
         except FileNotFoundError:
             self.said = ""
@@ -79,18 +83,26 @@ class Entry:
 
     def _load(self) -> Trace:
         data = read(self.file)
-        facts = Facts.from_json(data["facts"])
-        if broken := facts.broken(self.scope):
+        facts, tensors = Facts.from_json(data["facts"]), self._tensors(data["trace"])
+        if broken := self._broken(facts, tensors, data["places"]):
             raise NotCacheable(broken)
-        tensors = {name: self.scope.at(path) for name, path in sources(data["trace"]).items()}
-        if (now := places(self.spec, tensors)) != data["places"]:
-            raise NotCacheable(f"tensors stand in other places: {_changed(data['places'], now)}")
-        _refuse_hooks(self.spec)
         traced = from_json(data["trace"], tensors)
         traced.baked = {path: _baked(self.scope.at(path)) for path in data["trace"]["baked"]}
-        self.facts, self.said, traced.entry = facts, FROM_DISK, self
+        self.facts, self.tensors, self.places = facts, tensors, data["places"]
+        self.said, traced.entry = FROM_DISK, self
         os.utime(self.file)
         return traced
+
+    def _tensors(self, data: dict[str, Any]) -> dict[str, Any]:
+        return {name: self.scope.at(path) for name, path in sources(data).items()}
+
+    def _broken(self, facts: Facts, tensors: dict[str, Any], known: dict[str, list[str]]) -> str:
+        """What does not hold any more; empty where all does."""
+        if broken := facts.broken(self.scope):
+            return broken
+        if (now := places(self.spec, tensors)) != known:
+            return f"tensors stand in other places: {_changed(known, now)}"
+        return HOOKED if ModuleHooks(self.spec).hooks else ""
 
     def take(self, traced: Trace, codes: Iterable[types.CodeType]) -> None:
         """What a fresh trace rests on, beside what was asked while it was made."""
@@ -107,7 +119,7 @@ class Entry:
         if self.said == FROM_DISK:
             return
         try:
-            with torch.no_grad():
+            with torch.no_grad(), without_collection():
                 self._save(traced)
         except (*_FAULTS, RuntimeError) as reason:
             self._say(f"the IR is not kept on disk: {_text(reason)}")
@@ -115,47 +127,59 @@ class Entry:
     def _save(self, traced: Trace) -> None:
         if self.facts.refused:
             raise NotCacheable(self.facts.refused)
-        _refuse_hooks(self.spec)
+        if ModuleHooks(self.spec).hooks:
+            raise NotCacheable(HOOKED)
         data = json.loads(json.dumps(to_json(traced)))
-        for name, path in sources(data).items():
-            if self.scope.at(path) is not traced.tensors[name]:
-                raise NotCacheable(f"the tensor at {plain(path)} is another than the one that was traced")
+        if moved := [p for n, p in sources(data).items() if self.scope.at(p) is not traced.tensors[n]]:
+            raise NotCacheable(f"{plain(moved[0])} is another tensor than the one that was traced")
         back = to_json(from_json(data, traced.tensors))
         if changed := [part for part in data if part not in ("baked", "guards") and back[part] != data[part]]:
             raise NotCacheable(f"the graph does not come back as it was: {changed}")
-        whole = {"facts": self.facts.to_json(), "places": places(self.spec, traced.tensors), "trace": data}
-        write(self.file, whole)
+        found = places(self.spec, traced.tensors)
+        write(self.file, {"facts": self.facts.to_json(), "places": found, "trace": data})
+        self.tensors, self.places = dict(traced.tensors), found
 
     def repeats_at(self, rows: int) -> bool:
         """Whether it is known that the copied steps stand for the loop at another number of rows."""
         try:
             data = read(self._rows_file(rows))
-            facts = Facts({}, [], data["files"])
-            return data["facts"] == self.facts.digest() and not (facts.broken(self.scope) or self._broken())
+            also = Facts({}, [], data["files"])
+            return data["facts"] == self.facts.digest() and not also.broken(self.scope) and self._still_holds()
         except (*_FAULTS, RuntimeError):
             return False  # the loop is run, as without an entry
 
     def note_repeats(self, rows: int, codes: Iterable[types.CodeType]) -> None:
         """Remember that they do."""
-        if self.facts.refused or not self.file.exists():
-            return
         try:
             also = Facts()
             also.add_files(codes)
-            if not self._broken():
+            if self._still_holds():
                 write(self._rows_file(rows), {"facts": self.facts.digest(), "files": also.files})
         except _FAULTS as reason:
             self._say(f"what holds at {rows} rows is not kept on disk: {_text(reason)}")
 
-    def _broken(self) -> str:
+    def _still_holds(self) -> bool:
+        """Whether the trace is on disk, and could be loaded again."""
         with torch.no_grad():
-            return self.facts.broken(self.scope)
+            return self.places is not None and not self._broken(self.facts, self.tensors, self.places)
 
     def _rows_file(self, rows: int) -> Path:
         return folder() / f"{self.key}-{rows}.json"
 
     def _say(self, text: str) -> None:
         self.said = f"{self.said}; {text}" if self.said else text
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Inside, Python looks for no garbage: among thousands of new nodes that takes longer than making them."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def entry_for(
@@ -185,7 +209,7 @@ def surroundings(device: torch.device) -> list[str]:
     """The state of the process that a trace may depend on: versions, flags, settings of torch, the device."""
     flags = [f"{name} {_value_of(name)()}" for name in _FLAGS]
     settings = [f"{name} {_settings(name)}" for name in _MODULES]
-    return [*versions(), *flags, *settings, _device(device), GlobalStateGuard().__getstate__()]
+    return [*versions(), *flags, *settings, _device(device), str(GlobalStateGuard().__getstate__())]
 
 
 def _value_of(name: str) -> Any:
@@ -197,7 +221,7 @@ def _value_of(name: str) -> Any:
 
 def _settings(name: str) -> str:
     module = sys.modules[name]
-    found: dict[str, Any] = module.get_config_copy()  # type: ignore[attr-defined]
+    found: dict[str, Any] = module.get_config_copy()
     return str(sorted((key, _canonical(value)) for key, value in found.items()))
 
 
@@ -249,11 +273,6 @@ def places(spec: Any, tensors: dict[str, Any]) -> dict[str, list[str]]:
 
 def _changed(old: dict[str, list[str]], new: dict[str, list[str]]) -> str:
     return next(f"{old.get(n)} and {new.get(n)}" for n in [*old, *new] if old.get(n) != new.get(n))
-
-
-def _refuse_hooks(spec: Any) -> None:
-    if ModuleHooks(spec).hooks:
-        raise NotCacheable("a module has forward hooks")
 
 
 def _baked(value: Any) -> Any:

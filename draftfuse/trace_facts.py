@@ -111,7 +111,7 @@ def _compiled(path: str) -> Any:
 
 @cache
 def is_path(text: str) -> bool:
-    """Whether ``text`` reads attributes and items and calls nothing but type, len and the like: it comes from a file."""
+    """Whether ``text``, which may come from a file, reads attributes and items and calls nothing but type and len."""
     try:
         tree = ast.parse(text, mode="eval")
     except SyntaxError:
@@ -278,4 +278,3 @@ def file_hash(file: str) -> str:
         return ""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from draftfuse.passes import ir
 from draftfuse.trace import Trace
@@ -99,7 +100,7 @@ def _target(node: fx.Node, schemas: dict[str, str]) -> str:
         schemas[name] = str(node.target._schema)
         return name
     if node.op == "call_function" and node.target in _NAMES:
-        return _NAMES[node.target]  # type: ignore[index]
+        return _NAMES[node.target]
     raise NotCacheable(f"a call of {node.target}")
 
 
@@ -131,25 +132,26 @@ def from_json(data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Trace:
     Raises:
         NotCacheable: an operator is not there, is another one, or the tensors lie otherwise in memory.
     """
-    if data["symbol"] is None:
-        mode, number = FakeTensorMode(), None
-    else:
-        source = next(n[5][3] for n in data["nodes"] if n[0] == "placeholder" and "size" in n[6])
-        mode, number = new_symbol(data["symbol"], source.removeprefix("L['")[:-2], data["hint"], data["guards"])
+    mode, number = _mode(data)
     reader = Reader(mode, data["layouts"], number)
     targets = {name: operator_at(name, schema) for name, schema in data["schemas"].items()} | _FUNCTIONS
     graph = fx.Graph()
     traced = Trace(fx.GraphModule(torch.nn.Module(), fx.Graph()), dict(tensors), mode, hint=data["hint"])
-    if mode.shape_env is not None:
-        with mode.shape_env.suppress_guards():
-            _fill(graph, data, reader, targets, tensors)
-    else:
+    assert mode.shape_env is not None
+    with mode.shape_env.suppress_guards():
         _fill(graph, data, reader, targets, tensors)
     graph.owning_module = traced.module
     traced.module._graph = graph  # its code, which nobody runs, would cost as much as all the rest
     traced.symbol = number.node.expr if number is not None else None
     traced.copied_steps, traced.irregular = data["copied_steps"], data["irregular"]
     return traced
+
+
+def _mode(data: dict[str, Any]) -> tuple[FakeTensorMode, torch.SymInt | None]:
+    if data["symbol"] is None:
+        return FakeTensorMode(shape_env=ShapeEnv()), None
+    source = next(n[5][3] for n in data["nodes"] if n[0] == "placeholder" and "size" in n[6])
+    return new_symbol(data["symbol"], source.removeprefix("L['")[:-2], data["hint"], data["guards"])
 
 
 def _fill(graph: fx.Graph, data: dict[str, Any], reader: Reader, targets: dict[str, Any], tensors: Any) -> None:
@@ -203,7 +205,8 @@ def _read(data: Any, made: list[fx.Node]) -> Any:
     if kind == "dict":
         return {name: _read(value, made) for name, value in given}
     if kind in ("tuple", "slice"):
-        return {"tuple": tuple, "slice": lambda parts: slice(*parts)}[kind]([_read(d, made) for d in given])
+        parts = [_read(d, made) for d in given]
+        return tuple(parts) if kind == "tuple" else slice(*parts)
     if kind == "device":
         return torch.device(given)
     found = getattr(torch, given)

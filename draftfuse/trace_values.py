@@ -25,6 +25,7 @@ _HEADS: dict[str, Any] = {
     **{h.__name__: h for h in (sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)},
     **{n: getattr(functions, n) for n in ("FloorDiv", "Mod", "PythonMod", "CleanDiv", "CeilToInt", "Max", "Min")},
 }
+_BATCH = 16
 
 
 class Writer:
@@ -83,6 +84,7 @@ class Reader:
         self.mode, self.layouts, self.symbol = mode, layouts, symbol
         self._numbers: dict[str, Any] = {}
         self._first: dict[int, Tensor] = {}  # of each layout a value that fills a storage of its own
+        self._spare: dict[int, list[Tensor]] = {}  # of each layout memory that no value has yet
         self._bases: dict[int, Tensor] = {}  # of each storage a value
         self._made: dict[tuple[int, int], Tensor] = {}
 
@@ -126,10 +128,11 @@ class Reader:
     def _fresh(self, layout: int) -> Tensor:
         """A value with a storage of its own; the second of a layout is a copy of the first."""
         if layout in self._first:
-            first = self._first[layout]
-            with in_kernel_invocation_manager(self.mode):
-                memory = torch._lazy_clone(first)  # the same sizes and strides on another storage
-            return FakeTensor(self.mode, memory, first.device)
+            first, spare = self._first[layout], self._spare.setdefault(layout, [])
+            if not spare:
+                with in_kernel_invocation_manager(self.mode):  # entering costs as much as a few clones
+                    spare += [torch._lazy_clone(first) for _ in range(_BATCH)]  # the same sizes, another storage
+            return FakeTensor(self.mode, spare.pop(), first.device)
         dtype, device, dims, *numbers = self.layouts[layout]
         sizes, strides, offset, nbytes = _parts(dims, [*map(self.number, numbers)])
         options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": device}
