@@ -86,11 +86,25 @@ class Reader:
         self._first: dict[int, Tensor] = {}  # of each layout a value that fills a storage of its own
         self._spare: dict[int, list[Tensor]] = {}  # of each layout memory that no value has yet
         self._bases: dict[int, Tensor] = {}  # of each storage a value
+        self._memories: dict[int, int] = {}  # of each storage from outside its identity, and the other way round
+        self._numbered: dict[int, int] = {}
         self._made: dict[tuple[int, int], Tensor] = {}
 
     def adopt(self, data: Any, value: Tensor) -> None:
-        """Take ``value``, made elsewhere, for what ``data`` describes."""
+        """Take ``value``, made elsewhere, for what ``data`` describes.
+
+        Raises:
+            NotCacheable: it is of another layout, or lies in one memory with others than it did.
+        """
         layout, storage = data["tensor"]
+        memory = value.untyped_storage()._cdata
+        alone = self._memories.setdefault(storage, memory) == memory
+        if not alone or self._numbered.setdefault(memory, storage) != storage:
+            raise NotCacheable("other tensors lie in one memory")
+        writer = Writer(None)
+        writer.value(value)
+        if writer.layouts != [self.layouts[layout]]:
+            raise NotCacheable(f"a tensor lies in memory as {writer.layouts[0]}, and lay as {self.layouts[layout]}")
         self._made[layout, storage] = value
         self._bases.setdefault(storage, value)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftfuse import DraftInputs
 from tests.draftfuse.stored_helper import helped
-from tests.failures.small import H, V, Small, WindowBuilder
+from tests.failures.small import H, Small, V, WindowBuilder
 
 FACTOR = 1.5
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from draftfuse import build, runners, trace_cache
-from draftfuse.trace_cache import FROM_DISK, HOOKED, SWITCH
-from draftfuse.trace_facts import NotCacheable, is_path
+from draftfuse.trace_cache import FROM_DISK, SWITCH
+from draftfuse.trace_facts import is_path
 from tests.draftfuse import stored as module
 from tests.draftfuse import stored_helper
 from tests.draftfuse.stored import Other, Stored, Window, shifting, stored, unbent
@@ -31,14 +31,14 @@ def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a first process leaves on disk."""
     folder = tmp_path_factory.mktemp("first")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, "1")
         patch.setattr(trace_cache, "folder", lambda: folder)
         assert said(drafted(stored)) == ""
-    yield folder
+    return folder
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def set_to(name: str, value: Any) -> Callable[[Any], None]:
     return lambda spec: setattr(spec, name, value)
 
 
-def double_table(spec: Any) -> None:
-    spec.place = spec.place.double()
+def half_table(spec: Any) -> None:
+    spec.place = spec.place.half()
 
 
 def hook(spec: Any) -> None:
@@ -116,9 +116,9 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "builder's class": (lambda spec: setattr(spec.builder, "__class__", Window), "builder"),
     "shape": (lambda spec: setattr(spec, "place", spec.place.repeat(2, 1)), "spec.place"),
     "strides": (lambda spec: setattr(spec, "left", spec.left.t()), "spec.left"),
-    "dtype": (double_table, "spec.place"),
+    "dtype": (half_table, "spec.place"),
     "tied tensors": (lambda spec: setattr(spec, "left", spec.right), "spec.right"),
-    "one memory": (lambda spec: setattr(spec, "left", spec.right.view(8, 8)), "storage"),
+    "one memory": (lambda spec: setattr(spec, "left", spec.right.view(8, 8)), "other tensors lie in one memory"),
     "tensor of a later step": (in_table("shifts", 2, torch.ones(8)), "spec.shifts"),
     "class of tensor": (lambda spec: setattr(spec, "left", torch.nn.Parameter(spec.left, False)), "spec.left"),
     "training": (lambda spec: spec.linear.eval(), "spec.linear"),
@@ -142,7 +142,12 @@ def other_method(self: Any, hidden: Tensor, step: int) -> Tensor:
 PATCHES: dict[str, tuple[Any, str, Any, str]] = {
     "class attribute": (Stored, "bias", -0.5, "spec"),
     "method": (Stored, "sample", other_method, "spec"),
-    "inherited method": (Stored.__mro__[1], "forward", lambda self, inputs, metadata: 2 * (inputs.hidden_states,), "spec"),
+    "inherited method": (
+        Stored.__mro__[1],
+        "forward",
+        lambda self, inputs, metadata: 2 * (inputs.hidden_states,),
+        "spec",
+    ),
     "global number": (module, "FACTOR", 1.75, "FACTOR"),
     "global function": (module, "bent", unbent, "bent"),
     "function of another module": (module, "helped", unbent, "helped"),
@@ -270,7 +275,7 @@ class Exec(Stored):
         self.activation = scope["made"]
 
 
-@pytest.mark.parametrize(("klass", "why"), [(Hooked, HOOKED), (Exec, "<stdin>")])
+@pytest.mark.parametrize(("klass", "why"), [(Hooked, "forward hooks"), (Exec, "<stdin>")])
 def test_what_cannot_be_asked_again_is_not_kept(on_disk: Path, klass: type[Stored], why: str) -> None:
     text = said(drafted(klass))
     assert text.startswith("the IR is not kept on disk: ")
@@ -297,7 +302,7 @@ def test_a_long_loop_is_neither_traced_nor_run(on_disk: Path, monkeypatch: pytes
     again = both(lambda: stored(k=K), three_rows, **options)
     again.fused.decode(4)
     builds = [(b.kind, b.copied_steps, b.stored) for b in again.fused.report.builds]
-    assert builds == [("prefill", 0, FROM_DISK), ("decode", 3, FROM_DISK)]
+    assert builds == [("decode", 3, FROM_DISK)]
 
 
 LATE: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -312,7 +317,7 @@ def test_what_only_a_copied_step_reads(on_disk: Path, name: str) -> None:
     options: dict[str, Any] = {"request_capacities": [3, 4], "one_launch": False}
     both(lambda: stored(k=K), three_rows, **options).fused.decode(4)
     pair = both(lambda: stored(change, k=K), three_rows, **options)
-    assert where in pair.fused.report.builds[1].stored
+    assert where in pair.fused.report.builds[0].stored
 
 
 def test_rows_are_seen_again_where_a_tensor_was_replaced(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,5 +329,3 @@ def test_rows_are_seen_again_where_a_tensor_was_replaced(on_disk: Path, monkeypa
     monkeypatch.setattr(runners, "steps_differ", lambda *args: ran.append(1))
     again.fused.decode(4)
     assert ran
-
-
