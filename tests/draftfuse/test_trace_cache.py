@@ -17,9 +17,14 @@ from draftfuse.trace_facts import is_path
 from tests.draftfuse import stored as module
 from tests.draftfuse import stored_helper
 from tests.draftfuse.stored import Other, Stored, Window, shifting, stored, unbent
-from tests.failures.small import Pair, both, three_rows
+from tests.failures.small import Pair, batch_of, both, three_rows
 
 ROWS = [4]
+
+
+def uniform(spec: Any) -> Any:
+    """As many tokens a row as one launch of prefill and decode takes."""
+    return batch_of(spec, [12, 10, spec.num_speculative_tokens + 1], [0, 1, 0])
 
 
 @pytest.fixture
@@ -50,7 +55,7 @@ def warm(on_disk: Path, first: Path) -> Path:
 
 def drafted(make: Callable[[], Any], **options: Any) -> Pair:
     """Draft compiled and eagerly; both must agree to the bit."""
-    return both(make, three_rows, **{"request_capacities": ROWS, **options})
+    return both(make, uniform, **{"request_capacities": ROWS, **options})
 
 
 def said(pair: Pair) -> str:
@@ -77,7 +82,7 @@ def test_values_are_guarded_as_after_a_trace(warm: Path) -> None:
     assert said(pair) == FROM_DISK
     for spec in (pair.fused.spec, pair.eager.spec):
         spec.scale = -3.0
-    pair.draft(three_rows)
+    pair.draft(uniform)
     assert any("spec.scale: traced with 2.0, now -3.0" in f.reason for f in pair.fused.report.fallbacks)
 
 
@@ -292,17 +297,21 @@ def test_a_loop_with_findings_is_traced_each_time(on_disk: Path, monkeypatch: py
 K = 8
 
 
-def test_a_long_loop_is_neither_traced_nor_run(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"request_capacities": [3, 4], "one_launch": False}
-    cold = both(lambda: stored(k=K), three_rows, **options)
-    cold.fused.decode(4)
+@pytest.mark.parametrize(("batch", "kind"), [(three_rows, "decode"), (uniform, "propose")])
+def test_a_long_loop_is_neither_traced_nor_run(
+    on_disk: Path, monkeypatch: pytest.MonkeyPatch, batch: Callable[[Any], Any], kind: str
+) -> None:
+    options: dict[str, Any] = {"request_capacities": [3, 4]}
+    four = [9, 10, 11, 12] if kind == "propose" else [5, 9, 3, 2]
+    cold = both(lambda: stored(k=K), batch, **options)
+    cold.draft(lambda spec: batch_of(spec, four))
     monkeypatch.setattr(build, "trace", refuse)
     monkeypatch.setattr(build, "steps_differ", refuse)
     monkeypatch.setattr(runners, "steps_differ", refuse)
-    again = both(lambda: stored(k=K), three_rows, **options)
-    again.fused.decode(4)
+    again = both(lambda: stored(k=K), batch, **options)
+    again.draft(lambda spec: batch_of(spec, four))
     builds = [(b.kind, b.copied_steps, b.stored) for b in again.fused.report.builds]
-    assert builds == [("decode", 3, FROM_DISK)]
+    assert builds == [(kind, 3, FROM_DISK)]
 
 
 LATE: dict[str, tuple[Callable[[Any], object], str]] = {
