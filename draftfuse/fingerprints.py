@@ -125,6 +125,8 @@ class Fingerprints:
         return None
 
     def _function(self, function: types.FunctionType) -> Iterator[str]:
+        if getattr(function, "_dynamo_marked_constant", False):
+            raise NoFingerprint(f"{function.__qualname__}, whose result Dynamo was told to take for a constant")
         yield self.code(function.__code__)
         for name, value in [("", function.__defaults__), *sorted((function.__kwdefaults__ or {}).items())]:
             yield f"{name}={self._held(value)}"

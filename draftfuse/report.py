@@ -43,7 +43,7 @@ class BuildReport:
     copied_steps: int = 0  # draft steps that repeat others: copied in the IR instead of traced
     irregular: str = ""  # why no step was copied where that was tried
     stored: str = ""  # "IR from disk"; or why an entry on disk was not used, or none was written
-    entry: Any = field(default=None, repr=False, compare=False)  # the place of the IR on disk
+    entry: Any = field(default=None, repr=False, compare=False)  # the place of the IR on disk, for whoever built it
 
 
 @dataclass

@@ -258,11 +258,12 @@ class Runners:
             function, args = loop_of(descriptor)
             arguments = (self.spec, hint, *args[1:], *([] if descriptor.kind == PREFILL else [loop.graph_tap]))
             emission, report = build(function, arguments, descriptor, num_reqs, self.settings)
+            entry, report.entry = report.entry, None  # it holds tensors, and a report outlives them
             self._scalars[id(emission)] = self._bake(report.baked)
             self.report.external = sorted({*self.report.external, *external_reads(self.spec, emission)})
             self.report.builds.append(report)
             if num_reqs is None and report.copied_steps:
-                self._repeating[descriptor.kind, descriptor.num_steps] = Repeating({descriptor.num_reqs}, report.entry)
+                self._repeating[descriptor.kind, descriptor.num_steps] = Repeating({descriptor.num_reqs}, entry)
             self._emissions[key] = emission  # last: whoever is interrupted before builds again
         return self._emissions[key]
 

@@ -20,6 +20,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard
@@ -34,7 +35,7 @@ from draftfuse.trace_facts import Facts, NotCacheable, Question, Scope
 from draftfuse.trace_store import from_json, sources, to_json
 
 SWITCH = "DRAFTFUSE_TRACE_CACHE"
-KEPT = 256  # entries; the oldest go first
+KEPT = 512  # files; the oldest go first
 FROM_DISK = "IR from disk"
 HOOKED = "a module has forward hooks"
 _FAULTS = (NotCacheable, NoFingerprint, OSError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
@@ -50,8 +51,6 @@ _FLAGS = (
     "torch._C._get_cudnn_enabled",
     "torch._C._get_mkldnn_enabled",
     "torch._C._get_nnpack_enabled",
-    "torch._C._len_torch_function_stack",
-    "torch._C._len_torch_dispatch_stack",
 )
 
 
@@ -90,7 +89,8 @@ class Entry:
         traced.baked = {path: _baked(self.scope.at(path)) for path in data["trace"]["baked"]}
         self.facts, self.tensors, self.places = facts, tensors, data["places"]
         self.said, traced.entry = FROM_DISK, self
-        os.utime(self.file)
+        if os.access(self.file, os.W_OK):
+            os.utime(self.file)  # the oldest go first
         return traced
 
     def _tensors(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -190,13 +190,19 @@ def entry_for(
     descriptor: Descriptor,
 ) -> Entry | None:
     """The place of the trace of ``function(*args)``, of which ``traced_args`` are traced; None where it has none."""
-    if os.environ.get(SWITCH) == "0":
+    if os.environ.get(SWITCH) == "0" or has_modes():
         return None
     with torch.no_grad():
         state = surroundings(args[0].inputs.positions.device)
     numbers = [a for a in (*args, *traced_args) if isinstance(a, int)]
     made_for = [name_of(type(args[0])), function.__qualname__, numbers, symbolic, str(descriptor), _sizes(args[0])]
     return Entry(function, args, traced_args, hashlib.sha256(repr([made_for, state]).encode()).hexdigest()[:40])
+
+
+def has_modes() -> bool:
+    """Whether a mode of torch is active here (a default device is one too): what it does is known to nobody else."""
+    stacks = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    return any(stacks) or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _sizes(spec: Any) -> list[Any]:
@@ -309,10 +315,10 @@ def write(file: Path, data: dict[str, Any]) -> None:
     """Write a file whole, and drop the oldest where there are too many."""
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(data)
-    temporary = file.with_suffix(f".{os.getpid()}")
+    temporary = file.with_suffix(f".{uuid4().hex}")
     temporary.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}", encoding="utf-8")
     temporary.replace(file)
-    found = sorted(file.parent.glob("*.json"), key=_age, reverse=True)
+    found = sorted(file.parent.iterdir(), key=_age, reverse=True)
     for old in found[:-KEPT]:
         old.unlink(missing_ok=True)
 
