@@ -33,7 +33,7 @@ from draftfuse.inspector import Inspector
 from draftfuse.lowering.emit import Bound, Emission
 from draftfuse.lowering.workspace import Workspace
 from draftfuse.passes import ir
-from draftfuse.report import Report
+from draftfuse.report import BuildReport, Report
 from draftfuse.speculator import Guard
 from draftfuse.split import SplitLoop
 from draftfuse.state import Saved, fill_dummy, persistent_tensors
@@ -61,6 +61,7 @@ class Repeating:
 
     rows: set[int]
     entry: Any
+    report: BuildReport
 
 
 class Runners:
@@ -247,8 +248,8 @@ class Runners:
             codes: list[CodeType] = []
             if steps_differ(function, (self.spec, *args, None), codes) is not None:
                 return False
-            if seen.entry is not None:
-                seen.entry.note_repeats(rows, codes)
+            if seen.entry is not None and (why_not := seen.entry.note_repeats(rows, codes)):
+                seen.report.stored += f"; {why_not}"
         seen.rows.add(rows)
         return True
 
@@ -262,8 +263,9 @@ class Runners:
             self._scalars[id(emission)] = self._bake(report.baked)
             self.report.external = sorted({*self.report.external, *external_reads(self.spec, emission)})
             self.report.builds.append(report)
+            rows = descriptor.num_reqs
             if num_reqs is None and report.copied_steps:
-                self._repeating[descriptor.kind, descriptor.num_steps] = Repeating({descriptor.num_reqs}, entry)
+                self._repeating[descriptor.kind, descriptor.num_steps] = Repeating({rows}, entry, report)
             self._emissions[key] = emission  # last: whoever is interrupted before builds again
         return self._emissions[key]
 

@@ -28,17 +28,16 @@ from torch._C._dynamo.guards import GlobalStateGuard
 from draftfuse import python_state
 from draftfuse.baked import plain
 from draftfuse.dispatch import Descriptor
-from draftfuse.fingerprints import MISSING, NoFingerprint, name_of
+from draftfuse.fingerprints import MISSING, name_of
 from draftfuse.module_hooks import ModuleHooks
 from draftfuse.trace import Trace
-from draftfuse.trace_facts import Facts, NotCacheable, Question, Scope
+from draftfuse.trace_facts import Facts, NotCacheable, Question, Scope, reason_of
 from draftfuse.trace_store import from_json, sources, to_json
 
 SWITCH = "DRAFTFUSE_TRACE_CACHE"
 KEPT = 512  # files; the oldest go first
 FROM_DISK = "IR from disk"
 HOOKED = "a module has forward hooks"
-_FAULTS = (NotCacheable, NoFingerprint, OSError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
 _MODULES = ("torch._dynamo.config", "torch._functorch.config", "torch.fx.experimental._config", "torch.compiler.config")
 _FLAGS = (
     "torch.get_float32_matmul_precision",
@@ -76,8 +75,8 @@ class Entry:
                 return self._load()
         except FileNotFoundError:
             self.said = ""
-        except (*_FAULTS, RuntimeError) as reason:
-            self.said = f"the IR on disk was not used: {_text(reason)}"
+        except Exception as reason:  # an entry may hold anything
+            self.said = f"the IR on disk was not used: {reason_of(reason)}"
         return None
 
     def _load(self) -> Trace:
@@ -111,8 +110,8 @@ class Entry:
             self.facts.add_files(codes)
             self.facts.add((Question("exact", path) for path in traced.baked), self.scope, set())
             self.facts.settle(self.scope)
-        except (NotCacheable, NoFingerprint) as reason:
-            self.facts.refused = self.facts.refused or str(reason)
+        except Exception as reason:  # whatever a user's object does when it is asked, the loop is built
+            self.facts.refused = self.facts.refused or reason_of(reason)
 
     def save(self, traced: Trace) -> None:
         """Keep ``traced``, as no pass has changed it yet; the report says why where that is not possible."""
@@ -121,8 +120,8 @@ class Entry:
         try:
             with torch.no_grad(), without_collection():
                 self._save(traced)
-        except (*_FAULTS, RuntimeError) as reason:
-            self._say(f"the IR is not kept on disk: {_text(reason)}")
+        except Exception as reason:  # the same
+            self._say(f"the IR is not kept on disk: {reason_of(reason)}")
 
     def _save(self, traced: Trace) -> None:
         if self.facts.refused:
@@ -145,18 +144,19 @@ class Entry:
             data = read(self._rows_file(rows))
             also = Facts({}, [], data["files"])
             return data["facts"] == self.facts.digest() and not also.broken(self.scope) and self._still_holds()
-        except (*_FAULTS, RuntimeError):
-            return False  # the loop is run, as without an entry
+        except Exception:  # the loop is run, as without an entry
+            return False
 
-    def note_repeats(self, rows: int, codes: Iterable[types.CodeType]) -> None:
-        """Remember that they do."""
+    def note_repeats(self, rows: int, codes: Iterable[types.CodeType]) -> str:
+        """Remember that they do; why not, where that is not possible."""
         try:
             also = Facts()
             also.add_files(codes)
             if self._still_holds():
                 write(self._rows_file(rows), {"facts": self.facts.digest(), "files": also.files})
-        except _FAULTS as reason:
-            self._say(f"what holds at {rows} rows is not kept on disk: {_text(reason)}")
+        except Exception as reason:  # the loop was run, and is run again the next time
+            return f"what holds at {rows} rows is not kept on disk: {reason_of(reason)}"
+        return ""
 
     def _still_holds(self) -> bool:
         """Whether the trace is on disk, and could be loaded again."""
@@ -285,10 +285,6 @@ def _baked(value: Any) -> Any:
     if value is MISSING:
         raise NotCacheable("a value that was taken from Python is gone")
     return frozenset(value) if isinstance(value, set) else value
-
-
-def _text(reason: BaseException) -> str:
-    return (str(reason).splitlines() or [type(reason).__name__])[0]
 
 
 def folder() -> Path:

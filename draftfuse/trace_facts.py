@@ -84,7 +84,7 @@ class Scope:
             raise NotCacheable(f"{path} is no path")
         try:
             return eval(_compiled(path), {"__builtins__": _CALLED}, self.names)  # names and keys alone: see is_path
-        except (AttributeError, LookupError, NameError, TypeError, ValueError):
+        except Exception:  # a property of the user's may raise anything; what is missing is named by whoever asks
             return MISSING
 
 
@@ -209,10 +209,16 @@ def of_trace(arguments: Mapping[str, Any], module_globals: dict[str, Any]) -> Fa
             facts.add((q for q in questions_of(guard) if q.path not in numbers), scope, covered)
         facts.add_files(context.traced_code)
         _require_covered(context.traced_code, covered)
-    except (NotCacheable, NoFingerprint) as reason:
-        facts.refused = str(reason)
+    except Exception as reason:  # whatever a user's object does when it is asked, the loop is traced
+        facts.refused = reason_of(reason)
     facts.settle(scope)
     return facts
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error, with its class where that is not one of the two of this module's own."""
+    text = (str(error).splitlines() or [""])[0]
+    return text if isinstance(error, (NotCacheable, NoFingerprint)) else f"{type(error).__name__}: {text}"
 
 
 def questions_of(guard: Any) -> Iterator[Question]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from tests.failures.small import Pair, batch_of, both, three_rows
 ROWS = [4]
 
 
-def uniform(spec: Any) -> Any:
+def uniform(spec: Any, rows: int = 3) -> Any:
     """As many tokens a row as one launch of prefill and decode takes."""
-    return batch_of(spec, [12, 10, spec.num_speculative_tokens + 1], [0, 1, 0])
+    query = spec.num_speculative_tokens + 1
+    return replace(batch_of(spec, [12, 10, query, 11][:rows], [0, 1, 0, 0][:rows]), max_query_len=query)
 
 
 @pytest.fixture
@@ -279,22 +281,22 @@ class Exec(Stored):
         self.activation = scope["made"]
 
 
-WIDTH = [4]
+WIDTH = {"columns": 4}
 
 
 @torch.library.custom_op("stored::widened", mutates_args=())
 def widened(hidden: Tensor) -> Tensor:
     """As many columns as a number says that nobody guards."""
-    return hidden.new_ones(hidden.shape[0], WIDTH[0])
+    return hidden.new_ones(hidden.shape[0], WIDTH["columns"])
 
 
 @widened.register_fake
 def _(hidden: Tensor) -> Tensor:
-    return hidden.new_empty(hidden.shape[0], WIDTH[0])
+    return hidden.new_empty(hidden.shape[0], WIDTH["columns"])
 
 
 def halved(hidden: Tensor) -> Tensor:
-    return hidden / WIDTH[0]
+    return hidden / WIDTH["columns"]
 
 
 LIBRARY = torch.library.Library("stored", "FRAGMENT")
@@ -325,13 +327,13 @@ class Told(Stored):
 
     @torch._dynamo.assume_constant_result
     def width(self) -> int:
-        return WIDTH[0]
+        return WIDTH["columns"]
 
 
 def test_what_a_users_operator_returns_is_asked_again(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(drafted(Widened)) == ""
     assert said(drafted(Widened)) == FROM_DISK
-    monkeypatch.setitem(WIDTH, 0, 5)  # type: ignore[call-overload]
+    monkeypatch.setitem(WIDTH, "columns", 5)
     assert "stored.widened.default returns something else than it did" in said(drafted(Widened))
 
 
@@ -371,14 +373,17 @@ def test_a_long_loop_is_neither_traced_nor_run(
     on_disk: Path, monkeypatch: pytest.MonkeyPatch, batch: Callable[[Any], Any], kind: str
 ) -> None:
     options: dict[str, Any] = {"request_capacities": [3, 4]}
-    four = [9, 10, 11, 12] if kind == "propose" else [5, 9, 3, 2]
+
+    def four_rows(spec: Any) -> Any:
+        return uniform(spec, 4) if kind == "propose" else batch_of(spec, [5, 9, 3, 2])
+
     cold = both(lambda: stored(k=K), batch, **options)
-    cold.draft(lambda spec: batch_of(spec, four))
+    cold.draft(four_rows)
     monkeypatch.setattr(build, "trace", refuse)
     monkeypatch.setattr(build, "steps_differ", refuse)
     monkeypatch.setattr(runners, "steps_differ", refuse)
     again = both(lambda: stored(k=K), batch, **options)
-    again.draft(lambda spec: batch_of(spec, four))
+    again.draft(four_rows)
     builds = [(b.kind, b.copied_steps, b.stored) for b in again.fused.report.builds]
     assert builds == [(kind, 3, FROM_DISK)]
 

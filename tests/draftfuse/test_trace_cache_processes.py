@@ -63,7 +63,7 @@ def helped(hidden):
     return hidden + 1
 """
 MAIN = """
-import json
+import dataclasses, json
 import draftfuse
 from model import Model
 from tests.failures.small import batch_of
@@ -72,7 +72,8 @@ tokens = []
 for mode in ("fused", "eager"):
     spec = Model(k=3)
     fused = draftfuse.compile(spec, mode=mode, compiler="none", request_capacities=[4])
-    tokens.append(fused.propose(batch_of(spec, [5, 9, 4], [0, 1, 0])).tolist())
+    batch = dataclasses.replace(batch_of(spec, [5, 9, 4], [0, 1, 0]), max_query_len=4)
+    tokens.append(fused.propose(batch).tolist())
     said = said if mode == "eager" else fused.report.builds[0].stored
 print(json.dumps({"right": tokens[0] == tokens[1], "said": said}))
 """
