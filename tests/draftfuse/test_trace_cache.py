@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from draftfuse import build, runners, trace_cache
 from draftfuse.trace_cache import FROM_DISK, SWITCH
-from draftfuse.trace_facts import is_path
+from draftfuse.trace_facts import Facts, Question, Scope, is_path
 from tests.draftfuse import stored as module
 from tests.draftfuse import stored_helper
 from tests.draftfuse.stored import Other, Stored, Window, shifting, stored, unbent
@@ -412,3 +413,13 @@ def test_rows_are_seen_again_where_a_tensor_was_replaced(on_disk: Path, monkeypa
     monkeypatch.setattr(runners, "steps_differ", lambda *args: ran.append(1))
     again.fused.decode(4)
     assert ran
+
+
+def test_objects_that_become_one_are_seen() -> None:
+    spec = SimpleNamespace(left=[1], right=[1])
+    scope, facts = Scope({"spec": spec}, {}), Facts()
+    facts.add([Question("outline", f"L['spec'].{name}") for name in ("left", "right")], scope, set())
+    facts.settle(scope)
+    assert facts.broken(scope) == ""
+    spec.right = spec.left
+    assert facts.broken(scope) == "objects are shared otherwise: spec.left is spec.right"
