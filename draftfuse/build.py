@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from torch import fx
@@ -28,6 +29,7 @@ from draftfuse.report import BuildReport
 from draftfuse.siblings import TooManyEntries, check_number, with_siblings
 from draftfuse.step_log import difference
 from draftfuse.trace import Trace, trace
+from draftfuse.trace_cache import entry_for
 from draftfuse.unroll import TRACED_STEPS, Irregular, extend
 
 COLLECTIVES_IN_SEGMENTS = "emission='whole' would let Inductor order the loop's collectives; segments keep their order"
@@ -44,6 +46,7 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
     progress: Callable[[str], None] = lambda text: None
     inspect: Callable[[Trace], None] = lambda traced: None  # the lint of a traced loop
+    is_clean: Callable[[], bool] = lambda: True  # whether there are no findings so far
     copy_steps: bool = True  # trace some steps of a long loop, and copy those that repeat them
 
 
@@ -83,13 +86,36 @@ def traced_loop(
     They are seen to repeat at the descriptor's rows, whatever number of rows ``args`` traces with.
     """
     k = descriptor.num_steps
-    if not settings.copy_steps or k <= TRACED_STEPS or descriptor.kind == PREFILL or is_parallel():
-        return trace(function, args, symbolic)
-    *front, _, tap = args
-    traced = trace(function, (*front, TRACED_STEPS, tap), symbolic)
+    copies = settings.copy_steps and k > TRACED_STEPS and descriptor.kind != PREFILL and not is_parallel()
+    short = (*args[:-2], TRACED_STEPS, args[-1]) if copies else args
+    entry = None if is_parallel() else entry_for(function, args, short, symbolic, descriptor)
+    if entry is not None and (known := entry.load()) is not None:
+        return known
+    codes: list[CodeType] = []
+    if copies:
+        traced = traced_in_part(function, args, short, symbolic, descriptor, codes, note_facts=entry is not None)
+    else:
+        traced = trace(function, args, symbolic, note_facts=entry is not None)
+    if entry is not None:
+        entry.take(traced, codes)
+    return traced
+
+
+def traced_in_part(
+    function: Callable[..., None],
+    args: tuple[Any, ...],
+    short: tuple[Any, ...],
+    symbolic: str | None,
+    descriptor: Descriptor,
+    codes: list[CodeType],
+    note_facts: bool,
+) -> Trace:
+    """The trace of ``short``, extended to all steps; of all of them where the rest do not repeat these."""
+    k = descriptor.num_steps
+    traced = trace(function, short, symbolic, note_facts)
     try:
         extend(traced, k)
-        traced.reads = reads_of_copied_steps(function, (args[0], descriptor.num_reqs, *args[2:]))
+        traced.reads = reads_of_copied_steps(function, (args[0], descriptor.num_reqs, *args[2:]), codes)
         traced.baked = with_siblings(traced.baked, {"spec": args[0]})
     except (Irregular, TooManyEntries) as reason:
         traced = trace(function, args, symbolic)
@@ -99,10 +125,12 @@ def traced_loop(
     return traced
 
 
-def reads_of_copied_steps(function: Callable[..., None], args: tuple[Any, ...]) -> list[Read]:
+def reads_of_copied_steps(
+    function: Callable[..., None], args: tuple[Any, ...], codes: list[CodeType] | None = None
+) -> list[Read]:
     """Run the loop of ``args`` (rows second, draft tokens before the tap) once; what only copied steps read.
 
-    Python state is put back; tensors hold what the loop writes on dead rows.
+    Python state is put back; tensors hold what the loop writes on dead rows. ``codes`` takes the user's code that ran.
 
     Raises:
         Irregular: the steps differ, or what they read cannot be guarded; the message says how.
@@ -111,7 +139,7 @@ def reads_of_copied_steps(function: Callable[..., None], args: tuple[Any, ...]) 
     *front, k, _ = args
     state, reads = python_state.of_speculator(front[0]), AttributeReads(front[0])
     try:
-        different = difference(lambda tap: function(*front, k, tap), k, reads)
+        different = difference(lambda tap: function(*front, k, tap), k, reads, codes)
     finally:
         state.restore()
     if different is not None:
@@ -134,6 +162,7 @@ def finish(
     refuse_outputs(traced)
     refuse_higher_order(traced)
     refuse_hooks(traced)
+    keep(traced, settings)
     steps = passes_for(traced, small=has_own_kernel if settings.compiler == "inductor" else never)
     ordered = collectives_of(traced.graph)
     refused = COLLECTIVES_IN_SEGMENTS if ordered and settings.emission == "whole" else ""
@@ -155,7 +184,14 @@ def finish(
     report = report_on(emission, k, num_reqs, done, trace_seconds, kind, settings)
     report.baked, report.reads, report.refused = traced.baked, traced.reads, refused
     report.copied_steps, report.irregular = traced.copied_steps, traced.irregular
+    report.entry, report.stored = traced.entry, traced.entry.said if traced.entry is not None else ""
     return emission, report
+
+
+def keep(traced: Trace, settings: Settings) -> None:
+    """Put a fresh trace on disk; one with findings is traced each time, so that they are made each time."""
+    if traced.entry is not None and settings.is_clean():
+        traced.entry.save(traced)
 
 
 def passes_for(traced: Trace, keep_taps: bool = False, small: passes.Applies = never) -> tuple[passes.Pass, ...]:

@@ -50,6 +50,11 @@ class PathLog:
         if self._collects:
             gc.enable()
 
+    @property
+    def watched(self) -> list[CodeType]:
+        """The user's code that ran."""
+        return [code for code, is_users in self._codes.values() if is_users]
+
     def _watches(self, code: CodeType) -> bool:
         if id(code) not in self._codes:
             self._codes[id(code)] = code, self._is_watched(code.co_filename)

@@ -44,6 +44,8 @@ class BuildReport:
     copied_steps: int = 0  # draft steps that repeat others: copied in the IR instead of traced
     reads: list[Read] = field(default_factory=list)  # what only copied steps read of Python objects
     irregular: str = ""  # why no step was copied where that was tried
+    stored: str = ""  # "IR from disk"; or why an entry on disk was not used, or none was written
+    entry: Any = field(default=None, repr=False, compare=False)  # the place of the IR on disk, for whoever built it
 
 
 @dataclass
@@ -115,5 +117,6 @@ def explain_build(build: BuildReport) -> list[str]:
     head += f"\n  {build.copied_steps} of its steps copied, not traced" if build.copied_steps else ""
     head += f"\n  traced step by step: {build.irregular}" if build.irregular else ""
     head += f"\n  refused: {build.refused}" if build.refused else ""
+    head += f"\n  {build.stored}" if build.stored else ""
     width = max((len(p.name) for p in build.passes), default=0)
     return [head, *(f"  {p.name:<{width}}  {p.rewrites:>4} rewrites  {p.nodes:>5} nodes left" for p in build.passes)]

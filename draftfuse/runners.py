@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -57,6 +58,19 @@ class Runner:
     num_bytes: int = 0
 
 
+@dataclass
+class Repeating:
+    """Where copied steps are known to stand for a loop: numbers of rows, and what other processes have seen.
+
+    ``read``: the attributes that only those steps read, which are guarded.
+    """
+
+    rows: set[int]
+    read: frozenset[tuple[int, Any]]
+    entry: Any
+    report: BuildReport
+
+
 class Runners:
     """All runners of one compiled loop."""
 
@@ -67,16 +81,15 @@ class Runners:
         self.pool, self.report = pool, report
         self.owns_pool = pool is None
         self.inspector = Inspector(spec, report.findings)
-        self.settings = replace(settings, inspect=self.inspector.after)
+        self.settings = replace(settings, inspect=self.inspector.after, is_clean=lambda: not report.findings)
         self.workspace = Workspace()
         self.stream: Any = None  # of all captures
         self.made: dict[Descriptor, Runner] = {}
         self._emissions: dict[tuple[str, int, int | None], Emission] = {}
         self._scalars: dict[int, ScalarGuards] = {}  # by the emission's id, which _emissions keeps alive
         self._guarded: dict[tuple[Any, ...], Runner] = {}
-        # For symbolic builds of which some steps were not traced: the capacities at which those were seen to repeat,
-        # and the attributes that only those steps read.
-        self._repeating: dict[tuple[str, int], tuple[set[int], frozenset[tuple[int, Any]]]] = {}
+        # For symbolic builds of which some steps were not traced: where those were seen to repeat.
+        self._repeating: dict[tuple[str, int], Repeating] = {}
 
     def get(self, descriptor: Descriptor) -> Runner:
         """The runner of ``descriptor``; building it leaves inputs and slots as they were."""
@@ -234,16 +247,21 @@ class Runners:
     def _repeats(self, descriptor: Descriptor) -> bool:
         """Whether copied steps stand for the loop at this capacity too: Python may compare the rows with the step."""
         seen = self._repeating.get((descriptor.kind, descriptor.num_steps))
-        if seen is None or descriptor.num_reqs in seen[0]:
+        rows = descriptor.num_reqs
+        if seen is None or rows in seen.rows:
             return True
-        function, args = loop_of(descriptor)
-        try:
-            reads = reads_of_copied_steps(function, (self.spec, *args, None))
-        except Irregular:
-            return False
-        if not seen[1].issuperset(read.key for read in reads):
-            return False
-        seen[0].add(descriptor.num_reqs)
+        if seen.entry is None or not seen.entry.repeats_at(rows):
+            function, args = loop_of(descriptor)
+            codes: list[CodeType] = []
+            try:
+                reads = reads_of_copied_steps(function, (self.spec, *args, None), codes)
+            except Irregular:
+                return False
+            if not seen.read.issuperset(read.key for read in reads):
+                return False
+            if seen.entry is not None and not reads and (why_not := seen.entry.note_repeats(rows, codes)):
+                seen.report.stored += f"; {why_not}"
+        seen.rows.add(rows)
         return True
 
     def _build(self, descriptor: Descriptor, num_reqs: int | None, hint: int) -> Emission:
@@ -252,12 +270,14 @@ class Runners:
             function, args = loop_of(descriptor)
             arguments = (self.spec, hint, *args[1:], *([] if descriptor.kind == PREFILL else [loop.graph_tap]))
             emission, report = build(function, arguments, descriptor, num_reqs, self.settings)
+            entry, report.entry = report.entry, None  # it holds tensors, and a report outlives them
             self._scalars[id(emission)] = self._bake(report)
             self.report.external = sorted({*self.report.external, *external_reads(self.spec, emission)})
             self.report.builds.append(report)
+            rows = descriptor.num_reqs
             if num_reqs is None and report.copied_steps:
                 read = frozenset(read.key for read in report.reads)
-                self._repeating[descriptor.kind, descriptor.num_steps] = {descriptor.num_reqs}, read
+                self._repeating[descriptor.kind, descriptor.num_steps] = Repeating({rows}, read, entry, report)
             self._emissions[key] = emission  # last: whoever is interrupted before builds again
         return self._emissions[key]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -111,12 +112,18 @@ def repeats(run: Callable[[], None]) -> bool:
     return logs[0] == logs[1]
 
 
-def difference(run: Callable[[Callable[[str, int, Tensor], None]], None], k: int, reads: AttributeReads) -> str | None:
+def difference(
+    run: Callable[[Callable[[str, int, Tensor], None]], None],
+    k: int,
+    reads: AttributeReads,
+    codes: list[CodeType] | None = None,
+) -> str | None:
     """Run the loop and compare its steps with steps 2 and 3.
 
     Args:
         run: runs the eager loop of ``k`` draft tokens with the tap that it is given.
         reads: takes the attributes that are read.
+        codes: takes the user's code that ran.
 
     Returns:
         What differs; None where steps 2..k-2, and step k-1 up to its tokens, are one program.
@@ -127,6 +134,8 @@ def difference(run: Callable[[Callable[[str, int, Tensor], None]], None], k: int
             run(log.tap)
     except NoPathLog as reason:
         return str(reason)
+    if codes is not None:
+        codes += log.path.watched
     if set(log.tokens) != set(range(1, k)):
         return f"tokens of steps {sorted(log.tokens)} of {k - 1}"
     for step in range(4, k):

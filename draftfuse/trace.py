@@ -27,6 +27,7 @@ from draftfuse.baked import taken
 from draftfuse.errors import DraftfuseError, SourceLine, UntraceableLoopError
 from draftfuse.passes import ir
 from draftfuse.paths import of_modules
+from draftfuse.trace_facts import Facts, of_trace
 
 
 @dataclass
@@ -45,6 +46,8 @@ class Trace:
     copied_steps: int = 0  # draft steps that repeat others and were not traced
     reads: list[Read] = field(default_factory=list)  # attributes that only those steps read
     irregular: str = ""  # why all steps were traced, where a shorter trace was tried first
+    facts: Facts | None = None  # what the trace rests on, for other processes
+    entry: Any = None  # its place on disk
 
     @property
     def graph(self) -> fx.Graph:
@@ -52,8 +55,12 @@ class Trace:
         return self.module.graph
 
 
-def trace(loop: Callable[..., None], args: tuple[Any, ...], symbolic: str | None = None) -> Trace:
+def trace(
+    loop: Callable[..., None], args: tuple[Any, ...], symbolic: str | None = None, note_facts: bool = False
+) -> Trace:
     """Trace ``loop(*args)``; the integer parameter named ``symbolic`` becomes the one size symbol.
+
+    ``note_facts`` asks for all that another process must find unchanged before it may use the trace.
 
     Raises:
         UntraceableLoopError: Dynamo cannot trace a statement; the message has the user's line.
@@ -63,7 +70,7 @@ def trace(loop: Callable[..., None], args: tuple[Any, ...], symbolic: str | None
     # Dynamo keeps compiled code by code object: a fresh one leaves nothing behind for the next trace.
     fresh = types.FunctionType(loop.__code__.replace(), loop.__globals__, loop.__name__, loop.__defaults__)
     names = loop.__code__.co_varnames[: loop.__code__.co_argcount]
-    backend = _Backend(box, dict(zip(names, args, strict=False)), loop.__globals__)
+    backend = _Backend(box, dict(zip(names, args, strict=False)), loop.__globals__, note_facts)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_dynamic_sources(f"L['{symbolic}']" if symbolic else ""))
@@ -98,12 +105,15 @@ def empty_trace() -> Trace:
 class _Backend:
     """Dynamo backend that keeps the graph; the callable that it returns keeps the live arguments and runs nothing."""
 
-    def __init__(self, box: dict[str, Any], roots: dict[str, Any], module_globals: dict[str, Any]) -> None:
-        self.box, self.roots, self.module_globals = box, roots, module_globals
+    def __init__(
+        self, box: dict[str, Any], roots: dict[str, Any], module_globals: dict[str, Any], note_facts: bool
+    ) -> None:
+        self.box, self.roots, self.module_globals, self.note_facts = box, roots, module_globals, note_facts
 
     def __call__(self, module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self.box["trace"] = normalise(module, example_inputs)
         self.box["trace"].baked = taken(self.roots, self.module_globals)
+        self.box["trace"].facts = of_trace(self.roots, self.module_globals) if self.note_facts else None
         outputs = module.graph.output_node().args[0]
         assert isinstance(outputs, (list, tuple))
 

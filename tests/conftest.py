@@ -21,6 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """A cache of this session's own, unless one was given: no test may pass thanks to an older artefact."""
     hypothesis.settings.load_profile("draftfuse")
     torch.set_num_threads(2)
+    # Tests count traces and change what is traced; those of the stored traces switch them on. With =1, all use them.
+    os.environ.setdefault("DRAFTFUSE_TRACE_CACHE", "0")
     if CACHE not in os.environ:
         folder = os.environ[CACHE] = tempfile.mkdtemp(prefix="draftfuse-inductor-")
         config.add_cleanup(lambda: drop_cache(folder))
