@@ -259,7 +259,7 @@ class Runners:
                 return False
             if not seen.read.issuperset(read.key for read in reads):
                 return False
-            if seen.entry is not None and not reads and (why_not := seen.entry.note_repeats(rows, codes)):
+            if seen.entry is not None and (why_not := seen.entry.note_repeats(rows, codes)):
                 seen.report.stored += f"; {why_not}"
         seen.rows.add(rows)
         return True

@@ -25,7 +25,7 @@ from uuid import uuid4
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard
 
-from draftfuse import python_state
+from draftfuse import python_state, stored_reads
 from draftfuse.dispatch import Descriptor
 from draftfuse.fingerprints import MISSING, name_of
 from draftfuse.module_hooks import ModuleHooks
@@ -86,6 +86,7 @@ class Entry:
             raise NotCacheable(broken)
         traced = from_json(data["trace"], tensors)
         traced.baked = {path: _baked(self.scope.at(path)) for path in data["trace"]["baked"]}
+        traced.reads = stored_reads.from_json(data["reads"], self.scope)
         self.facts, self.tensors, self.places = facts, tensors, data["places"]
         self.said, traced.entry = FROM_DISK, self
         if os.access(self.file, os.W_OK):
@@ -109,6 +110,7 @@ class Entry:
         try:
             self.facts.add_files(codes)
             self.facts.add((Question("exact", path) for path in traced.baked), self.scope, set())
+            self.facts.add(stored_reads.questions(traced.reads, self.scope), self.scope, set())
             self.facts.settle(self.scope)
         except Exception as reason:  # whatever a user's object does when it is asked, the loop is built
             self.facts.refused = self.facts.refused or reason_of(reason)
@@ -128,8 +130,6 @@ class Entry:
             raise NotCacheable(self.facts.refused)
         if ModuleHooks(self.spec).hooks:
             raise NotCacheable(HOOKED)
-        if traced.reads:
-            raise NotCacheable(f"copied steps read {traced.reads[0].label}, which the traced ones do not")
         data = json.loads(json.dumps(to_json(traced)))
         if moved := [p for n, p in sources(data).items() if self.scope.at(p) is not traced.tensors[n]]:
             raise NotCacheable(f"{plain(moved[0])} is another tensor than the one that was traced")
@@ -137,7 +137,8 @@ class Entry:
         if changed := [part for part in data if part not in ("baked", "guards") and back[part] != data[part]]:
             raise NotCacheable(f"the graph does not come back as it was: {changed}")
         found = places(self.spec, traced.tensors)
-        write(self.file, {"facts": self.facts.to_json(), "places": found, "trace": data})
+        reads = stored_reads.to_json(traced.reads)
+        write(self.file, {"facts": self.facts.to_json(), "places": found, "trace": data, "reads": reads})
         self.tensors, self.places = dict(traced.tensors), found
 
     def repeats_at(self, rows: int) -> bool:

@@ -381,8 +381,8 @@ def test_a_long_loop_is_neither_traced_nor_run(
     cold = both(lambda: stored(k=K), batch, **options)
     cold.draft(four_rows)
     monkeypatch.setattr(build, "trace", refuse)
-    monkeypatch.setattr(build, "steps_differ", refuse)
-    monkeypatch.setattr(runners, "steps_differ", refuse)
+    monkeypatch.setattr(build, "reads_of_copied_steps", refuse)
+    monkeypatch.setattr(runners, "reads_of_copied_steps", refuse)
     again = both(lambda: stored(k=K), batch, **options)
     again.draft(four_rows)
     builds = [(b.kind, b.copied_steps, b.stored) for b in again.fused.report.builds]
@@ -404,13 +404,38 @@ def test_what_only_a_copied_step_reads(on_disk: Path, name: str) -> None:
     assert where in pair.fused.report.builds[0].stored
 
 
+class Named(Stored):
+    """Late steps read an attribute whose name has no number; it holds what the early one holds."""
+
+    early, late = 1.0, 1.0
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.early = self.late = 1.0
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        return super().sample(hidden * getattr(self, ("early", "late")[step >= 6]), step)
+
+
+@pytest.mark.parametrize("change", [set_to("late", -2.0), in_table("scales", 6, 3.0)], ids=["attribute", "entry"])
+def test_what_only_a_copied_step_reads_is_guarded_after_a_load(on_disk: Path, change: Callable[[Any], None]) -> None:
+    options: dict[str, Any] = {"request_capacities": [3], "one_launch": False}
+    both(lambda: Named(k=K), three_rows, **options)
+    pair = both(lambda: Named(k=K), three_rows, **options)
+    assert said(pair) == FROM_DISK
+    for spec in (pair.fused.spec, pair.eager.spec):
+        change(spec)
+    pair.draft(three_rows)
+    assert pair.fused.report.fallbacks
+
+
 def test_rows_are_seen_again_where_a_tensor_was_replaced(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"request_capacities": [3, 4], "one_launch": False}
     both(lambda: stored(k=K), three_rows, **options).fused.decode(4)
     again = both(lambda: stored(k=K), three_rows, **options)
     again.fused.spec.shifts[6] = torch.ones(8)
     ran: list[int] = []
-    monkeypatch.setattr(runners, "steps_differ", lambda *args: ran.append(1))
+    monkeypatch.setattr(runners, "reads_of_copied_steps", lambda *args: ran.append(1) or [])
     again.fused.decode(4)
     assert ran
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from draftfuse import loop
+from draftfuse.attribute_reads import AttributeReads
 from draftfuse.lowering.segment import canonical
 from draftfuse.passes import ir
 from draftfuse.step_log import difference
@@ -221,7 +222,7 @@ def test_irregular_loops_are_traced_in_full(klass: type[Small]) -> None:
 def test_the_log_sees_a_value_from_another_step() -> None:
     spec = Carried()
     spec.kept = torch.zeros(3, 8)
-    assert difference(lambda tap: loop.decode_loop(spec, 3, K, tap), K) is not None
+    assert difference(lambda tap: loop.decode_loop(spec, 3, K, tap), K, AttributeReads(spec)) is not None
     regular = Small(k=K)
     assert difference(lambda tap: loop.decode_loop(regular, 3, K, tap), K) is None
 
