@@ -224,7 +224,7 @@ def test_the_log_sees_a_value_from_another_step() -> None:
     spec.kept = torch.zeros(3, 8)
     assert difference(lambda tap: loop.decode_loop(spec, 3, K, tap), K, AttributeReads(spec)) is not None
     regular = Small(k=K)
-    assert difference(lambda tap: loop.decode_loop(regular, 3, K, tap), K) is None
+    assert difference(lambda tap: loop.decode_loop(regular, 3, K, tap), K, AttributeReads(regular)) is None
 
 
 def test_a_trace_that_cannot_be_extended_stays_as_it_was() -> None:
