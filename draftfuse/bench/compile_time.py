@@ -41,4 +41,6 @@ def stages(fused: draftfuse.FusedDraft, total: float) -> dict[str, Any]:
     builds = fused.report.builds
     traced, compiled = sum(b.trace_seconds for b in builds), sum(b.compile_seconds for b in builds)
     rest = total - traced - compiled
-    return {"total_s": total, "trace_s": traced, "compile_s": compiled, "capture_s": rest, "builds": len(builds)}
+    stored = sorted({b.stored for b in builds if b.stored})
+    seconds = {"total_s": total, "trace_s": traced, "compile_s": compiled, "capture_s": rest}
+    return {**seconds, "builds": len(builds), "traces": stored}
