@@ -64,7 +64,7 @@ def make_engine(root: Path, args: argparse.Namespace) -> Any:
         disable_log_stats=True,
         seed=0,
         speculative_config=speculative,
-        compilation_config={"mode": 3, "cudagraph_capture_sizes": [8, 16, 32, 64, 128]},
+        compilation_config={"mode": 3, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
         **options,
     )
 
