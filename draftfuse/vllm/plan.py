@@ -45,7 +45,8 @@ class Plan:
 
     def explain(self) -> str:
         """The decision and its consequences as text."""
-        how = f"fused, compiler {self.compiler}" if self.fused else f"as vLLM ships it, because {self.reason}"
+        why = f", because {self.reason}" if self.reason else ""
+        how = f"fused, compiler {self.compiler}" if self.fused else f"as vLLM ships it{why}"
         lines = [f"{self.speculator}, {self.steps} speculative tokens, vLLM {self.release}: {how}"]
         lines += [f"  backend {kind}" for kind in self.kinds]
         lines += [f"  graph {text}" for text in self.captured]
