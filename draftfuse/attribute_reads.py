@@ -160,7 +160,7 @@ def inside(value: Any, label: str, seen: set[int]) -> Iterator[Read]:
     seen.add(id(value))
     pairs: Iterable[tuple[Any, Any]] = ()
     is_namespace = is_plain_namespace(value)
-    if isinstance(value, dict):
+    if isinstance(value, (dict, types.MappingProxyType)):
         pairs = list(value.items())
     elif isinstance(value, (list, tuple, deque)):
         pairs = list(enumerate(value))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._guards import TracingContext
 
+from draftfuse.absent import looked_for
 from draftfuse.paths import split_path, value_at
 from draftfuse.writers import LIBRARIES, is_library
 
@@ -37,15 +38,21 @@ _MODULE = re.compile(r"G\['__import_(?P<top>.+?)(_dot_.*)?'\]")
 def taken(roots: Mapping[str, Any], module_globals: dict[str, Any]) -> dict[str, Any]:
     """Values by path (``L['spec'].page_size``) that the trace in progress took; call it inside a Dynamo backend."""
     context = TracingContext.try_get()
-    found: dict[str, Any] = {}
+    found, names = dict[str, Any](), list[str]()
     for guard in context.guards_context.dynamo_guards if context is not None else ():
         name: Any = guard.name
-        if (path := asked(name() if callable(name) else name, guard)) is not None:
+        names.append(name() if callable(name) else name)
+        if (path := asked(names[-1], guard)) is not None:
             path = _by_key(path, roots, module_globals)
             value = value_at(path, roots, module_globals)
-            value = frozenset(value) if isinstance(value, set) else value  # Dynamo takes a whole set
+            if isinstance(value, (set, frozenset)):  # Dynamo takes a whole set, and the loop may run over it
+                if len(value) > 1 and is_taken(tuple(value)):
+                    found[f"tuple({path})"] = tuple(value)
+                value = frozenset(value)
             if is_taken(value) and not _is_watched_by_address(path, value, roots, module_globals):
                 found[as_attribute(path, value, roots, module_globals)] = value
+    if context is not None:
+        found |= looked_for(context.traced_code, filter(_is_of_users, names), roots, module_globals)
     return dict(sorted(found.items()))
 
 

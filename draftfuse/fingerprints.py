@@ -6,18 +6,25 @@ a process ran is seen as well as one whose file was edited.
 
 from __future__ import annotations
 
+import builtins
+import dis
 import functools
 import hashlib
 import inspect
 import sys
 import types
+from abc import ABCMeta
 from collections import deque
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from draftfuse.step_log import is_watched
 
 MISSING = object()
 PLAIN = (int, float, bool, str, bytes, complex, type(None))
@@ -59,8 +66,8 @@ class Fingerprints:
         """
         if isinstance(value, _SEQUENCES):
             return _short(f"{name_of(type(value))} of {[*map(self.exact, value)]}")
-        if isinstance(value, (set, frozenset)):
-            return _short(f"{name_of(type(value))} of {sorted(map(self.exact, value))}")
+        if isinstance(value, (set, frozenset)):  # in the order of this process: a loop may run over them
+            return _short(f"{name_of(type(value))} of {[*map(self.exact, value)]}")
         if isinstance(value, dict):
             return _short(f"{name_of(type(value))} of {[(self.exact(k), self.exact(v)) for k, v in value.items()]}")
         found = self._simple(value)
@@ -73,11 +80,15 @@ class Fingerprints:
         if isinstance(value, dict):
             return _short(f"{self.outline(type(value))} with {[*map(self._key, value)]}")
         if isinstance(value, (set, frozenset)):
-            return _short(f"{self.outline(type(value))} with {sorted(map(self._key, value))}")
+            return _short(f"{self.outline(type(value))} with {[*map(self._key, value)]}")
         if isinstance(value, _SEQUENCES):
             return _short(f"{self.outline(type(value))} of {len(value)}")
         found = self._simple(value)
-        return found if found is not None else f"object of {self._class(type(value))}{self._module(value)}"
+        return (
+            found
+            if found is not None
+            else f"object of {self._class(type(value))}{self._module(value)}{_own_names(value)}"
+        )
 
     def code(self, code: types.CodeType) -> str:
         """The text of bytecode, with that of functions written inside it."""
@@ -96,7 +107,7 @@ class Fingerprints:
         if isinstance(value, type):
             return self._class(value)
         if isinstance(value, types.ModuleType):
-            return f"module {value.__name__}"
+            return f"module {value.__name__}{_own_names(value)}"
         return self._callable(value)
 
     def _tensor(self, value: Tensor) -> str:
@@ -128,6 +139,7 @@ class Fingerprints:
         if getattr(function, "_dynamo_marked_constant", False):
             raise NoFingerprint(f"{function.__qualname__}, whose result Dynamo was told to take for a constant")
         yield self.code(function.__code__)
+        yield f"builtins {_builtins_of(function)}"
         for name, value in [("", function.__defaults__), *sorted((function.__kwdefaults__ or {}).items())]:
             yield f"{name}={self._held(value)}"
         for cell in function.__closure__ or ():
@@ -154,7 +166,8 @@ class Fingerprints:
 
     def _class(self, klass: type) -> str:
         if is_library(klass):
-            return f"class {name_of(klass)}"
+            others = sorted(_registered(klass)) if isinstance(klass, ABCMeta) else []
+            return f"class {name_of(klass)}{f' of {others}' if others else ''}"
         return self._once(klass, lambda: f"class {name_of(klass)} {_digest(self._bases(klass))}")
 
     def _bases(self, klass: type) -> Iterator[str]:
@@ -164,7 +177,9 @@ class Fingerprints:
                 items = sorted(vars(base).items(), key=lambda item: str(item[0]))
                 yield from (f"{n}: {self._held(v)}" for n, v in items if n not in _IGNORED)
         if type(klass) is not type:
-            yield self._held(type(klass))
+            yield self._class(type(klass))
+        if isinstance(klass, ABCMeta):
+            yield f"registered {sorted(_registered(klass))}"
 
     def _module(self, value: Any) -> str:
         """Of a module what it does beside its class: hooks are code that no guard is on."""
@@ -184,17 +199,19 @@ class Fingerprints:
         facts = [code.co_filename, code.co_firstlineno, code.co_qualname, code.co_flags, code.co_code]
         facts += [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_exceptiontable]
         facts += [code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars]
-        digest = f"code {code.co_qualname} {_digest([repr(facts), *map(self._constant, code.co_consts)])}"
+        constants = [self._constant(value, is_iterated(code, i)) for i, value in enumerate(code.co_consts)]
+        digest = f"code {code.co_qualname} {_digest([repr(facts), *constants])}"
         self.codes.add(digest)
         return digest
 
-    def _constant(self, value: Any) -> str:
+    def _constant(self, value: Any, ordered: bool = True) -> str:
         if isinstance(value, types.CodeType):
             return self.code(value)
         if isinstance(value, tuple):
             return f"tuple {[*map(self._constant, value)]}"
         if isinstance(value, frozenset):
-            return f"set {sorted(map(self._constant, value))}"
+            items = [*map(self._constant, value)]
+            return f"set {items if ordered else sorted(items)}"
         return f"{type(value).__name__} {value!r}"
 
     def _once(self, value: Any, make: Any) -> str:
@@ -211,7 +228,12 @@ def name_of(klass: type) -> str:
 
 def is_library(klass: type) -> bool:
     """Whether a class is Python's or torch's: of those the version says all."""
-    root = (klass.__module__ or "").split(".")[0]
+    return is_of_library(klass.__module__ or "")
+
+
+def is_of_library(module: str) -> bool:
+    """The same of the name of a module."""
+    root = module.split(".")[0]
     return root == "torch" or (root in sys.stdlib_module_names and root != "__main__")
 
 
@@ -222,6 +244,46 @@ def is_shared(value: Any) -> bool:
         or value is MISSING
         or inspect.isroutine(value)
     )
+
+
+def is_iterated(code: types.CodeType, index: int) -> bool:
+    """Whether a constant of ``code`` is used for more than ``x in constant``: the order of a set may matter then."""
+    if not isinstance(code.co_consts[index], frozenset):
+        return False
+    steps = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
+    return any(a.opname == "LOAD_CONST" and a.arg == index and b.opname != "CONTAINS_OP" for a, b in pairwise(steps))
+
+
+def _own_names(value: Any) -> str:
+    """Which attributes an object, or a module of the user's, has: no guard says that one was looked for in vain."""
+    if isinstance(value, types.ModuleType) and is_of_library(value.__name__):
+        return ""
+    names = [n for n in getattr(value, "__dict__", ()) if not str(n).startswith("__")]
+    return f" with {_digest(sorted(map(str, names)))[:16]}" if names else ""
+
+
+def _builtins_of(function: types.FunctionType) -> list[str]:
+    """Names in a function that its module leaves to ``builtins``."""
+    names, codes = set[str](), [function.__code__]
+    for code in codes:
+        names.update(code.co_names)
+        codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return sorted(n for n in names if hasattr(builtins, n) and n not in function.__globals__)
+
+
+def _registered(klass: ABCMeta) -> Iterator[str]:
+    """Classes of the user's that were registered with an abstract class, or with one below it."""
+    abc: Any = import_module("_abc")  # the registry that ABCMeta itself prints
+    found = (reference() for reference in abc._get_dump(klass)[0])
+    yield from (name_of(c) for c in found if c is not None and not is_library(c))
+    for below in _below(klass):
+        if isinstance(below, ABCMeta):
+            yield from _registered(below)
+
+
+def _below(klass: Any) -> list[Any]:
+    """Direct subclasses."""
+    return type.__subclasses__(klass)
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -237,3 +299,24 @@ def _digest(parts: Iterable[str]) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:40]}... {_digest([text])}"
+
+
+def patched() -> list[str]:
+    """Methods of PyTorch's tensors and modules that are code of somebody else's: no guard is on those of a library."""
+    found, waiting = list[str](), [torch.Tensor, torch.nn.Module]
+    known = set[type](waiting)
+    while waiting:
+        klass = waiting.pop()
+        if is_library(klass):
+            own = [(n, f) for n, f in vars(klass).items() if isinstance(f, types.FunctionType) and _is_foreign(f)]
+            found += [f"{name_of(klass)}.{n} {Fingerprints().outline(f)}" for n, f in own]
+            below = {k for k in _below(klass) if k not in known}
+            known |= below
+            waiting += below
+    return sorted(found)
+
+
+def _is_foreign(value: Any) -> bool:
+    while isinstance(getattr(value, "__wrapped__", None), types.FunctionType):
+        value = value.__wrapped__
+    return isinstance(value, types.FunctionType) and is_watched(value.__code__.co_filename)

@@ -194,6 +194,9 @@ class _Comparison:
         assert parts is not None
         container_path = parts["measured"] or parts["listed"] or parts["container"]
         container = value_at(container_path, self.roots, MODULES)
+        if parts["listed"] and isinstance(container, (set, frozenset)):  # another one in the same order will do
+            access = self.attribute(container_path)
+            return f"tuple({access})" if access is not None else None
         if not isinstance(container, (*_CONTAINERS, set, tuple)) or container_path.startswith("dict("):
             return None
         name = self.reach(container_path, container)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 from draftfuse.attribute_reads import is_plain_namespace
@@ -19,7 +20,8 @@ from draftfuse.paths import ASKED, MISSING, MODULES, split_path, value_at
 from draftfuse.unroll import Irregular
 
 _SEQUENCES = (list, tuple, deque)
-_TABLES = (dict, *_SEQUENCES)
+_MAPPINGS = (dict, MappingProxyType)
+_TABLES = (*_MAPPINGS, *_SEQUENCES)
 LIMIT = 4096  # entries looked at: guards on more would cost more than the steps that copying saves
 _ANY = object()  # a key that stands for every entry
 
@@ -83,7 +85,7 @@ def _walk(path: str, value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[str, A
 
 
 def _entries(path: str, owner: Any) -> list[tuple[str, Any]]:
-    if isinstance(owner, dict):
+    if isinstance(owner, _MAPPINGS):
         return [(f"{path}[{key!r}]", item) for key, item in owner.items() if isinstance(key, (str, int))]
     if isinstance(owner, _SEQUENCES):
         return [(f"{path}[{index}]", item) for index, item in enumerate(owner)]
@@ -101,6 +103,6 @@ def _inside(path: str, value: Any, above: set[int]) -> Iterator[tuple[str, Any]]
 
 def _keys(path: str, container: Any) -> Iterator[tuple[str, Any]]:
     """Which keys a dictionary or set has: copied steps may ask for another one than the traced steps."""
-    if isinstance(container, (dict, set)) and not path.endswith(".__dict__"):
+    if isinstance(container, (*_MAPPINGS, set)) and not path.endswith(".__dict__"):
         yield f"len({path})", len(container)
         yield from ((f"{key!r} in {path}", True) for key in container if isinstance(key, (str, int)))

@@ -27,7 +27,7 @@ from torch._C._dynamo.guards import GlobalStateGuard
 
 from draftfuse import python_state, stored_reads
 from draftfuse.dispatch import Descriptor
-from draftfuse.fingerprints import MISSING, name_of
+from draftfuse.fingerprints import MISSING, name_of, patched
 from draftfuse.module_hooks import ModuleHooks
 from draftfuse.paths import plain
 from draftfuse.trace import Trace
@@ -193,7 +193,7 @@ def entry_for(
     descriptor: Descriptor,
 ) -> Entry | None:
     """The place of the trace of ``function(*args)``, of which ``traced_args`` are traced; None where it has none."""
-    if os.environ.get(SWITCH) == "0" or has_modes():
+    if os.environ.get(SWITCH) != "1" or has_modes():
         return None
     with torch.no_grad():
         state = surroundings(args[0].inputs.positions.device)
@@ -218,7 +218,8 @@ def surroundings(device: torch.device) -> list[str]:
     """The state of the process that a trace may depend on: versions, flags, settings of torch, the device."""
     flags = [f"{name} {_value_of(name)()}" for name in _FLAGS]
     settings = [f"{name} {_settings(name)}" for name in _MODULES]
-    return [*versions(), *flags, *settings, _device(device), str(GlobalStateGuard().__getstate__())]
+    state = str(GlobalStateGuard().__getstate__())
+    return [*versions(), *flags, *settings, _device(device), state, *patched()]
 
 
 def _value_of(name: str) -> Any:

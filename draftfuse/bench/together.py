@@ -60,5 +60,6 @@ def run_children(arguments: dict[str, dict[str, Any]]) -> dict[str, int]:
 def start(arguments: dict[str, Any], cache: str) -> subprocess.Popen[bytes]:
     """Start :func:`draftfuse.bench.command.work` in another process, with compiler caches in ``cache``."""
     caches = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
+    caches["DRAFTFUSE_TRACE_CACHE"] = "1"
     command: Sequence[str] = [sys.executable, "-m", "draftfuse.bench", json.dumps(arguments)]
     return subprocess.Popen(command, env=os.environ | caches)
