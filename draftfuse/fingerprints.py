@@ -307,7 +307,7 @@ def patched() -> list[str]:
     known = set[type](waiting)
     while waiting:
         klass = waiting.pop()
-        if is_library(klass):
+        if is_library(klass) and "<locals>" not in klass.__qualname__:  # fx makes a class for each graph
             own = [(n, f) for n, f in vars(klass).items() if isinstance(f, types.FunctionType) and _is_foreign(f)]
             found += [f"{name_of(klass)}.{n} {Fingerprints().outline(f)}" for n, f in own]
             below = {k for k in _below(klass) if k not in known}

@@ -54,3 +54,9 @@ def test_a_method_of_pytorch_that_somebody_replaced(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fingerprints.torch.nn.Linear, "forward", lambda self, x: -x)
     assert len(patched()) == len(before) + 1
     assert "Linear.forward" in str(patched())
+
+
+def test_graphs_of_fx_are_no_replacement() -> None:
+    before = patched()
+    torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+    assert patched() == before
