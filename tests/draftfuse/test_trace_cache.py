@@ -112,7 +112,7 @@ def in_table(name: str, key: Any, value: Any) -> Callable[[Any], None]:
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "attribute": (set_to("scale", 2.5), "spec.scale was float 2.0, is float 2.5"),
     "int for float": (set_to("scale", 2), "spec.scale was float 2.0, is int 2"),
-    "attribute over a class attribute": (set_to("bias", 0.5), "bias"),
+    "attribute over a class attribute": (set_to("bias", 0.5), "spec was object of class"),
     "entry": (in_table("options", "sign", -1), "spec.options"),
     "key": (in_table("options", "flip", 1), "spec.options"),
     "list": (in_table("scales", 1, 3.0), "spec.scales[1]"),
@@ -131,7 +131,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "class of tensor": (lambda spec: setattr(spec, "left", torch.nn.Parameter(spec.left, False)), "spec.left"),
     "training": (lambda spec: spec.linear.eval(), "spec.linear"),
     "hook": (hook, "hooks"),
-    "method of one module": (forward_of_its_own, "forward"),
+    "method of one module": (forward_of_its_own, "spec.linear"),
 }
 
 
