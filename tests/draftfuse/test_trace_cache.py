@@ -135,7 +135,11 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+QUICK = ("attribute", "entry", "closure", "shape", "one memory", "hook", "tensor of a later step")
+ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHANGES]
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_what_the_speculator_holds(warm: Path, name: str) -> None:
     change, where = CHANGES[name]
     text = said(drafted(lambda: stored(change)))
