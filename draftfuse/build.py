@@ -26,7 +26,7 @@ from draftfuse.passes import ir, never
 from draftfuse.passes.collectives import collectives_of
 from draftfuse.passes.explicit_metadata import explicit_metadata
 from draftfuse.report import BuildReport
-from draftfuse.siblings import TooManyEntries, check_number, with_siblings
+from draftfuse.siblings import check_number, with_siblings
 from draftfuse.step_log import difference
 from draftfuse.trace import Trace, trace
 from draftfuse.trace_cache import entry_for
@@ -117,7 +117,7 @@ def traced_in_part(
         extend(traced, k)
         traced.reads = reads_of_copied_steps(function, (args[0], descriptor.num_reqs, *args[2:]), codes)
         traced.baked = with_siblings(traced.baked, {"spec": args[0]})
-    except (Irregular, TooManyEntries) as reason:
+    except Irregular as reason:
         traced = trace(function, args, symbolic)
         traced.irregular = str(reason)
         return traced

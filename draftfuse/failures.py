@@ -10,6 +10,7 @@ from draftfuse.passes import ir
 from draftfuse.places import Frames, frames_of
 
 _STEPS = (loop.run_step.__code__, loop.prepare_decode.__code__)
+ABSENT = "Set it before the loop runs, or correct its name."
 PADDED = "Padded rows (seq_len 0, slot -1, idx_mapping -1) reach every statement of the loop: let them pass."
 
 
@@ -31,7 +32,7 @@ def failed_loop(error: BaseException) -> FailedLoopError | None:
 
 def _what_of(error: Exception) -> tuple[str, str]:
     if (name := missing_attribute(error)) is not None:
-        return f"{name} is missing", "Set it before the loop runs, or correct its name."
+        return f"{name} is missing", ABSENT
     return "the draft loop fails", "Correct the statement; the original exception is the cause of this one."
 
 

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftfuse.paths import MISSING
 from draftfuse.step_log import is_watched
 
-MISSING = object()
 PLAIN = (int, float, bool, str, bytes, complex, type(None))
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _SEQUENCES = (list, tuple, deque)
+_SETS = (set, frozenset)  # their order counts: a loop may run over them
 _WRAPPERS = (staticmethod, classmethod, functools.cached_property, functools.partialmethod)
 _TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -64,9 +65,7 @@ class Fingerprints:
         Raises:
             NoFingerprint: the value is an object whose state is not canonical.
         """
-        if isinstance(value, _SEQUENCES):
-            return _short(f"{name_of(type(value))} of {[*map(self.exact, value)]}")
-        if isinstance(value, (set, frozenset)):  # in the order of this process: a loop may run over them
+        if isinstance(value, (*_SEQUENCES, *_SETS)):
             return _short(f"{name_of(type(value))} of {[*map(self.exact, value)]}")
         if isinstance(value, dict):
             return _short(f"{name_of(type(value))} of {[(self.exact(k), self.exact(v)) for k, v in value.items()]}")
@@ -77,18 +76,13 @@ class Fingerprints:
 
     def outline(self, value: Any) -> str:
         """The text of what is seen of ``value`` without looking into it: its class, its length, its keys."""
-        if isinstance(value, dict):
-            return _short(f"{self.outline(type(value))} with {[*map(self._key, value)]}")
-        if isinstance(value, (set, frozenset)):
+        if isinstance(value, (dict, *_SETS)):
             return _short(f"{self.outline(type(value))} with {[*map(self._key, value)]}")
         if isinstance(value, _SEQUENCES):
             return _short(f"{self.outline(type(value))} of {len(value)}")
-        found = self._simple(value)
-        return (
-            found
-            if found is not None
-            else f"object of {self._class(type(value))}{self._module(value)}{_own_names(value)}"
-        )
+        if (found := self._simple(value)) is not None:
+            return found
+        return f"object of {self._class(type(value))}{self._module(value)}{_own_names(value)}"
 
     def code(self, code: types.CodeType) -> str:
         """The text of bytecode, with that of functions written inside it."""

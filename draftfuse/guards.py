@@ -117,9 +117,8 @@ def _place(path: str, value: Any, roots: Mapping[str, Any]) -> tuple[tuple[Any, 
     if owner_path in ("", "G"):
         return None
     try:
-        owner = eval(
-            owner_path, {"__builtins__": {}}, {"L": roots, "G": MODULES}
-        )  # a path that Dynamo wrote, not user input
+        # A path that Dynamo wrote, not user input.
+        owner = eval(owner_path, {"__builtins__": {}}, {"L": roots, "G": MODULES})
     except (AttributeError, KeyError, IndexError, NameError, TypeError):
         return None
     container = owner if isinstance(owner, (list, dict, tuple)) else getattr(owner, "__dict__", {})

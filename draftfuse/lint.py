@@ -23,7 +23,7 @@ from draftfuse.errors import (
     UnstableMetadataError,
     UntraceableLoopError,
 )
-from draftfuse.failures import PADDED, first_words, missing_attribute, name_of, place_in_loop
+from draftfuse.failures import ABSENT, PADDED, first_words, missing_attribute, name_of, place_in_loop
 from draftfuse.groups import cuda_backend
 from draftfuse.hidden_reads import HiddenReads
 from draftfuse.journal import Journal
@@ -163,8 +163,7 @@ def _on_dummy_rows(error: Exception) -> UnsafeLoopError:
     where = f" at {name_of(*place[:2])}" if place is not None else ""
     came, source = first_words(error), user_line(error)
     if (name := missing_attribute(error)) is not None:
-        todo = "Set it before the loop runs, or correct its name."
-        return UnsafeLoopError(f"{name} is missing{where}", came, "an attribute of that name", todo, source)
+        return UnsafeLoopError(f"{name} is missing{where}", came, "an attribute of that name", ABSENT, source)
     return UnsafeLoopError(f"the loop fails on dummy rows{where}", came, "a run without error", PADDED, source)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
@@ -22,7 +23,7 @@ class NoPathLog(Exception):
     """This interpreter cannot log now; the message says why."""
 
 
-class PathLog:
+class PathLog(ABC):
     """The path inside a ``with`` block, as :attr:`places`."""
 
     def __init__(self, is_watched: Watched) -> None:
@@ -60,11 +61,13 @@ class PathLog:
             self._codes[id(code)] = code, self._is_watched(code.co_filename)
         return self._codes[id(code)][1]
 
+    @abstractmethod
     def _begin(self) -> None:
-        raise NotImplementedError
+        """Start to log."""
 
+    @abstractmethod
     def _end(self) -> None:
-        raise NotImplementedError
+        """Leave nothing behind."""
 
 
 class Traced(PathLog):

@@ -21,11 +21,16 @@ MISSING = _Missing()
 _BUILTINS = {"type": type, "dict": dict, "len": len, "tuple": tuple}
 
 
+def imported(key: str) -> Any:
+    """The module that Dynamo calls ``__import_package_dot_module``."""
+    return sys.modules[key.removeprefix("__import_").replace("_dot_", ".")]
+
+
 class _Modules(dict[str, Any]):
     """Modules by the names that Dynamo gives them: ``G['__import_package_dot_module']``."""
 
     def __missing__(self, key: str) -> Any:
-        return sys.modules[key.removeprefix("__import_").replace("_dot_", ".")]
+        return imported(key)
 
 
 MODULES = _Modules()

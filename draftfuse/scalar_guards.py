@@ -206,19 +206,23 @@ class _Comparison:
 
     def reach(self, path: str, owner: Any) -> str:
         """How an owner is read: itself where it can change, through what holds it where only another can replace it."""
-        above, _ = split_path(path)
-        parent = value_at(above, self.roots, MODULES) if above not in ("", "L", "G") else MISSING
+        above, parent = self.parent(path)
         if isinstance(owner, _FIXED) and parent is not MISSING:
             return _access(self.reach(above, parent), path)
         return self.owner(path, owner)
+
+    def parent(self, path: str) -> tuple[str, Any]:
+        """The path of what holds ``path``, and what stands there; :data:`MISSING` for a root."""
+        above, _ = split_path(path)
+        return above, MISSING if above in ("", "L", "G") else value_at(above, self.roots, MODULES)
 
     def owner(self, path: str, owner: Any) -> str:
         """The bound name of an object, with the identity of everything on the way to it in the comparison."""
         if path not in self.owners:
             self.owners[path] = name = f"o{len(self.owners)}"
             self.names[name] = owner
-            above, key = split_path(path)
-            parent = value_at(above, self.roots, MODULES) if above and above not in ("L", "G") else MISSING
+            above, parent = self.parent(path)
+            key = split_path(path)[1]
             if parent is not MISSING and key != "__dict__":
                 access = _access(self.owner(above, parent), path)  # what a tuple holds stays; the tuple may not
                 if _can_change(parent, key):

@@ -15,9 +15,9 @@ from draftfuse.trace_facts import NotCacheable, Question, Scope
 ROOT = "spec"
 
 
-def path_of(read: Read) -> str:
+def path_of(label: str) -> str:
     """Dynamo's path of a read (``spec.options['sign']`` -> ``L['spec'].options['sign']``)."""
-    return f"L['{ROOT}']{read.label.removeprefix(ROOT)}"
+    return f"L['{ROOT}']{label.removeprefix(ROOT)}"
 
 
 def questions(reads: Iterable[Read], scope: Scope) -> list[Question]:
@@ -28,7 +28,7 @@ def questions(reads: Iterable[Read], scope: Scope) -> list[Question]:
     """
     found = []
     for read in reads:
-        path = path_of(read)
+        path = path_of(read.label)
         if not read.label.startswith((f"{ROOT}.", f"{ROOT}[")) or at(path, read.is_item, scope)[0] is not read.owner:
             raise NotCacheable(f"copied steps read {read.label}, which has no path")
         if not isinstance(read.value, Tensor):
@@ -38,12 +38,9 @@ def questions(reads: Iterable[Read], scope: Scope) -> list[Question]:
 
 def at(path: str, is_item: bool, scope: Scope) -> tuple[Any, Any, Any]:
     """Owner, name and value of a read."""
-    above, _ = split_path(path)
+    above, name = split_path(path)
     value = scope.at(path)
-    if is_item:
-        text = path[len(above) + 1 : -1]
-        return scope.at(above), ast.literal_eval(text), value
-    return scope.at(above), split_path(path)[1], value
+    return scope.at(above), ast.literal_eval(path[len(above) + 1 : -1]) if is_item else name, value
 
 
 def to_json(reads: Iterable[Read]) -> list[list[Any]]:
@@ -55,6 +52,6 @@ def from_json(data: Iterable[list[Any]], scope: Scope) -> list[Read]:
     """The reads on the live objects."""
     found = []
     for label, is_item in data:
-        owner, name, value = at(f"L['{ROOT}']{label.removeprefix(ROOT)}", is_item, scope)
+        owner, name, value = at(path_of(label), is_item, scope)
         found.append(Read(owner, name, value, label, is_item))
     return found

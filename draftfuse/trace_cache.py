@@ -27,9 +27,9 @@ from torch._C._dynamo.guards import GlobalStateGuard
 
 from draftfuse import python_state, stored_reads
 from draftfuse.dispatch import Descriptor
-from draftfuse.fingerprints import MISSING, name_of, patched
+from draftfuse.fingerprints import name_of, patched
 from draftfuse.module_hooks import ModuleHooks
-from draftfuse.paths import plain
+from draftfuse.paths import MISSING, plain
 from draftfuse.trace import Trace
 from draftfuse.trace_facts import Facts, NotCacheable, Question, Scope, reason_of
 from draftfuse.trace_store import from_json, sources, to_json

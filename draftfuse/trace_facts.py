@@ -9,7 +9,6 @@ import ast
 import builtins
 import hashlib
 import os
-import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,8 +17,8 @@ from typing import Any
 
 from torch._guards import TracingContext
 
-from draftfuse.fingerprints import MISSING, Fingerprints, NoFingerprint, is_shared
-from draftfuse.paths import plain, split_path
+from draftfuse.fingerprints import Fingerprints, NoFingerprint, is_shared
+from draftfuse.paths import MISSING, imported, plain, split_path
 from draftfuse.step_log import is_watched
 
 _EXACT = ("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH", "ID_MATCH", "WEAKREF_ALIVE")
@@ -97,7 +96,7 @@ class _Globals:
         if key.startswith("__builtins_dict__"):
             return vars(builtins)
         if key.startswith("__import_"):
-            return sys.modules[key.removeprefix("__import_").replace("_dot_", ".")]
+            return imported(key)
         if key.startswith("__"):
             raise KeyError(key)
         return self.own[key]

@@ -12,11 +12,16 @@ ALIGNED = 16  # bytes: the kernel streams weights in 16-byte loads
 
 
 def has_own_kernel(product: fx.Node) -> bool:
-    """Whether ``product`` (``aten.mm``) has one row on a Hopper GPU or later, and draftfuse's kernel is faster."""
-    left, out = ir.value(product.all_input_nodes[0]), ir.value(product)
-    if out.device.type != "cuda" or torch.cuda.get_device_capability(out.device) < (9, 0) or not fits(left):
+    """Whether ``product`` (``aten.mm``) goes to draftfuse's kernel."""
+    return is_faster(ir.value(product.all_input_nodes[0]), ir.value(product).shape[1])
+
+
+def is_faster(left: torch.Tensor, outputs: int | torch.SymInt) -> bool:
+    """Whether ``left`` is one row on a Hopper GPU or later, for whose product draftfuse's kernel is faster."""
+    device = left.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0) or not fits(left):
         return False
-    return choose(int(out.shape[1]), int(left.shape[1]), left.dtype, out.device)
+    return choose(int(outputs), int(left.shape[1]), left.dtype, device)
 
 
 def fits(left: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftfuse.lowering.file_lock import locked
+from draftfuse.trace_cache import SWITCH
 
 POLL_SECONDS = 0.2
 PATIENCE_SECONDS = 300.0  # for one that builds longer, nobody waits: it measures last
@@ -59,7 +60,6 @@ def run_children(arguments: dict[str, dict[str, Any]]) -> dict[str, int]:
 
 def start(arguments: dict[str, Any], cache: str) -> subprocess.Popen[bytes]:
     """Start :func:`draftfuse.bench.command.work` in another process, with compiler caches in ``cache``."""
-    caches = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
-    caches["DRAFTFUSE_TRACE_CACHE"] = "1"
+    caches = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton", SWITCH: "1"}
     command: Sequence[str] = [sys.executable, "-m", "draftfuse.bench", json.dumps(arguments)]
     return subprocess.Popen(command, env=os.environ | caches)

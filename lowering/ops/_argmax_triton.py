@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftfuse.lowering.ops._dependent_launch import dependent_launch
-from draftfuse.lowering.ops._small_linear_triton import PICK_BLOCK, _keys, _pick
+from draftfuse.lowering.ops._small_linear_triton import PICK_WARPS, _keys, pick
 
 BLOCK = 4096
 
@@ -33,14 +33,10 @@ def _best_of_parts(
 def launch(x: Tensor) -> Tensor:
     """Launch on checked arguments; no sync, so safe in capture."""
     rows, size = x.shape
-    out = torch.empty(rows, dtype=torch.int64, device=x.device)
     if rows == 0:
-        return out
+        return torch.empty(rows, dtype=torch.int64, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
     parts = triton.cdiv(size, BLOCK)
     keys = torch.empty(rows, parts, dtype=torch.int64, device=x.device)
-    options = dependent_launch(x.device)
-    _best_of_parts[(parts, rows)](x, keys, size, x.stride(0), BLOCK=BLOCK, num_warps=8, **options)
-    block = min(PICK_BLOCK, triton.next_power_of_2(parts))
-    _pick[(rows,)](keys, out, parts, BLOCK=block, num_warps=max(1, min(16, block // 128)), **options)
-    return out
+    _best_of_parts[(parts, rows)](x, keys, size, x.stride(0), BLOCK=BLOCK, num_warps=8, **dependent_launch(x.device))
+    return pick(keys, max(1, min(PICK_WARPS, triton.next_power_of_2(parts) // 128)))

@@ -219,10 +219,16 @@ def launch_argmax(x: Tensor, weight: Tensor, gain: Tensor | None, epsilon: float
     tile = _tile_of(weight)
     programs = triton.cdiv(weight.shape[0], tile.block_n)
     keys = torch.empty(rows, programs, dtype=torch.int64, device=x.device)
-    out = torch.empty(rows, dtype=torch.int64, device=x.device)
     _run(x, weight, gain, epsilon, keys, tile, weight.shape[0], ARGMAX=True)
-    block = min(PICK_BLOCK, triton.next_power_of_2(programs))
-    _pick[(rows,)](keys, out, programs, BLOCK=block, num_warps=PICK_WARPS, **dependent_launch(x.device))
+    return pick(keys, PICK_WARPS)
+
+
+def pick(keys: Tensor, warps: int) -> Tensor:
+    """The feature of the highest key of each row: int64[M] of keys [M, parts]."""
+    rows, parts = keys.shape
+    out = torch.empty(rows, dtype=torch.int64, device=keys.device)
+    block = min(PICK_BLOCK, triton.next_power_of_2(parts))
+    _pick[(rows,)](keys, out, parts, BLOCK=block, num_warps=warps, **dependent_launch(keys.device))
     return out
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import draftfuse
 from draftfuse.errors import StaleAddressError
-from tests.failures.small import Small, batch_of, both
+from tests.failures.small import Small, batch_of, both, runner_of
 
 K = 6
 IN_FULL = ("property",)  # other bytecode
@@ -154,7 +154,7 @@ def test_what_only_a_copied_step_reads_is_guarded(name: str) -> None:
     read, change = CASES[name]
     fused = draftfuse.compile(Chosen(read), compiler="none", request_capacities=[4])
     fused.decode(3)
-    (runner,) = fused.runners.made.values()
+    runner = runner_of(fused)
     assert runner.scalars.broken() == []
     assert fused.report.builds[0].copied_steps == (0 if name in IN_FULL else K - 5)
     change(fused.spec)

@@ -15,7 +15,7 @@ import draftfuse
 from draftfuse import DraftInputs
 from draftfuse.errors import StaleAddressError
 from draftfuse.scalar_guards import REPLACED
-from tests.failures.small import Small
+from tests.failures.small import Small, runner_of
 
 NAMES = [f"w{index}" for index in range(14)]
 BUDGET = 5e-6  # seconds for both checks, of the fastest of many runs; a busy machine gets more in the median
@@ -66,11 +66,6 @@ def fused() -> draftfuse.FusedDraft:
     made = draftfuse.compile(Twenty(), compiler="none", request_capacities=[2])
     made.decode(2)
     return made
-
-
-def runner_of(fused: draftfuse.FusedDraft) -> Any:
-    (runner,) = fused.runners.made.values()
-    return runner
 
 
 def test_the_report_lists_every_value_that_the_trace_took(fused: draftfuse.FusedDraft) -> None:

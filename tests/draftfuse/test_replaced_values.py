@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import draftfuse
-from tests.failures.small import Small, both, three_rows
+from tests.failures.small import Small, both, runner_of, three_rows
 
 
 class Pair(NamedTuple):
@@ -121,7 +121,7 @@ def test_a_change_is_seen(name: str) -> None:
     read, change = CASES[name]
     fused = draftfuse.compile(Reading(read), compiler="none", request_capacities=[4])
     fused.decode(3)
-    (runner,) = fused.runners.made.values()
+    runner = runner_of(fused)
     assert runner.scalars.broken() == []
     change(fused.spec)
     assert runner.scalars.broken()

@@ -139,3 +139,9 @@ class Pair:
 def three_rows(spec: Any) -> DraftBatch:
     """Rows of several lengths, one with a rejected token."""
     return batch_of(spec, [5, 9, 3], [0, 1, 0])
+
+
+def runner_of(fused: draftfuse.FusedDraft) -> Any:
+    """The only runner of a compiled loop."""
+    (runner,) = fused.runners.made.values()
+    return runner
