@@ -155,6 +155,6 @@ def launch(
     if splits > 1:
         size = next_power_of_2(splits)
         _reduce[(rows * heads,)](
-            partial, lse, out, splits, HEAD_SIZE=latent, BLOCK_S=size, BLOCK_D=block_c, num_warps=4
+            partial, lse, out, splits, HEAD_SIZE=latent, BLOCK_S=size, BLOCK_D=block_c, PDL=False, num_warps=4
         )
     return out
