@@ -30,6 +30,7 @@ from draftfuse.siblings import check_number, with_siblings
 from draftfuse.step_log import difference
 from draftfuse.trace import Trace, trace
 from draftfuse.trace_cache import entry_for
+from draftfuse.trial import of_trace
 from draftfuse.unroll import TRACED_STEPS, Irregular, extend
 
 COLLECTIVES_IN_SEGMENTS = "emission='whole' would let Inductor order the loop's collectives; segments keep their order"
@@ -65,7 +66,8 @@ def build(
     traced = traced_loop(function, args, "num_reqs" if num_reqs is None else None, descriptor, settings)
     seconds = time.perf_counter() - start
     try:
-        return finish(traced, descriptor.num_steps, num_reqs, seconds, settings, descriptor.kind)
+        trial = of_trace(function, args, traced, descriptor.num_reqs).check
+        return finish(traced, descriptor.num_steps, num_reqs, seconds, settings, trial, descriptor.kind)
     except EmissionError as error:
         if settings.emission == "segments":
             raise
@@ -155,13 +157,22 @@ def reads_of_copied_steps(
 
 
 def finish(
-    traced: Trace, k: int, num_reqs: int | None, trace_seconds: float, settings: Settings, kind: str = "step"
+    traced: Trace,
+    k: int,
+    num_reqs: int | None,
+    trace_seconds: float,
+    settings: Settings,
+    trial: Callable[[], str],
+    kind: str = "step",
 ) -> tuple[Emission, BuildReport]:
     """Passes and emission of a traced loop, and the report on both."""
     settings.inspect(traced)
     refuse_outputs(traced)
     refuse_higher_order(traced)
     refuse_hooks(traced)
+    start = time.perf_counter()
+    trial_note = trial()
+    trial_seconds = time.perf_counter() - start
     keep(traced, settings)
     steps = passes_for(traced, small=has_own_kernel if settings.compiler == "inductor" else never)
     ordered = collectives_of(traced.graph)
@@ -183,6 +194,7 @@ def finish(
     )
     report = report_on(emission, k, num_reqs, done, trace_seconds, kind, settings)
     report.baked, report.reads, report.refused = traced.baked, traced.reads, refused
+    report.trial, report.trial_seconds = trial_note, trial_seconds
     report.copied_steps, report.irregular = traced.copied_steps, traced.irregular
     report.entry, report.stored = traced.entry, traced.entry.said if traced.entry is not None else ""
     return emission, report

@@ -44,6 +44,8 @@ class BuildReport:
     copied_steps: int = 0  # draft steps that repeat others: copied in the IR instead of traced
     reads: list[Read] = field(default_factory=list)  # what only copied steps read of Python objects
     irregular: str = ""  # why no step was copied where that was tried
+    trial: str = ""  # how the trace differs from the loop, where their values are equal
+    trial_seconds: float = 0.0
     stored: str = ""  # "IR from disk"; or why an entry on disk was not used, or none was written
     entry: Any = field(default=None, repr=False, compare=False)  # the place of the IR on disk, for whoever built it
 
@@ -116,6 +118,7 @@ def explain_build(build: BuildReport) -> list[str]:
     )
     head += f"\n  {build.copied_steps} of its steps copied, not traced" if build.copied_steps else ""
     head += f"\n  traced step by step: {build.irregular}" if build.irregular else ""
+    head += f"\n  trial: {build.trial}" if build.trial else ""
     head += f"\n  refused: {build.refused}" if build.refused else ""
     head += f"\n  {build.stored}" if build.stored else ""
     width = max((len(p.name) for p in build.passes), default=0)

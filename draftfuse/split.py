@@ -23,6 +23,7 @@ from draftfuse.lowering.emit import Bound
 from draftfuse.lowering.workspace import Workspace
 from draftfuse.report import BuildReport
 from draftfuse.trace import trace
+from draftfuse.trial import of_trace
 from draftfuse.validate import source_of
 
 STEP = "draft_step"  # a field of this name holds the step: it may change
@@ -90,11 +91,11 @@ class SplitLoop:
 
     def _build(self, step: int, settings: Settings) -> Bound:
         start = time.perf_counter()
-        traced = trace(
-            split_step, (self.spec, self.capacity, self.metadata, step, step == self.k - 1, extra_names(self.metadata))
-        )
+        args = self.spec, self.capacity, self.metadata, step, step == self.k - 1, extra_names(self.metadata)
+        traced = trace(split_step, args)
         seconds = time.perf_counter() - start
-        emission, report = finish(traced, self.k, self.capacity, seconds, settings)
+        trial = of_trace(split_step, args, traced, self.capacity).check
+        emission, report = finish(traced, self.k, self.capacity, seconds, settings, trial)
         self.reports.append(report)
         return emission.bind(self.capacity, Workspace())
 

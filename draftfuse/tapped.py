@@ -9,10 +9,10 @@ from torch import Tensor
 
 from draftfuse import loop, passes, poison
 from draftfuse.build import passes_for
-from draftfuse.errors import SourceLine
 from draftfuse.lowering.emit import emit
 from draftfuse.lowering.workspace import Workspace
 from draftfuse.passes import ir
+from draftfuse.passes.erase_taps import tap_lines
 from draftfuse.trace import Trace, trace
 
 Values = dict[tuple[str, int], Tensor]
@@ -53,19 +53,6 @@ class Tapped:
         poison.memory(self.workspace.chunks.values())
         self.bound.run()
         return self.recording.values
-
-
-def tap_lines(graph: Any) -> dict[tuple[str, int], SourceLine | None]:
-    """The user's line behind each tapped value: where it was computed, or last written."""
-    writers: dict[int | None, Any] = {}
-    lines: dict[tuple[str, int], SourceLine | None] = {}
-    for node in graph.nodes:
-        if ir.is_tap(node):
-            value, name, step = node.args
-            lines[name, step] = ir.source_line(writers.get(ir.storage(value), value))
-        for target in ir.written(node):
-            writers[ir.storage(target)] = node
-    return lines
 
 
 def force_tokens(traced: Trace, forced: dict[int, Tensor]) -> None:

@@ -30,3 +30,16 @@ def erase_taps(graph: fx.Graph) -> int:
             graph.erase_node(node)
             erased += 1
     return erased
+
+
+def tap_lines(graph: fx.Graph) -> dict[tuple[str, int], SourceLine | None]:
+    """The user's line behind each tapped value: where it was computed, or last written."""
+    writers: dict[int | None, Any] = {}
+    lines: dict[tuple[str, int], SourceLine | None] = {}
+    for node in graph.nodes:
+        if ir.is_tap(node):
+            value, name, step = node.args
+            lines[name, step] = ir.source_line(writers.get(ir.storage(value), value))
+        for target in ir.written(node):
+            writers[ir.storage(target)] = node
+    return lines

@@ -1,0 +1,154 @@
+"""A trial of every trace: the loop, run by Python, and its trace must be one program.
+
+Dynamo is a second implementation of Python, and a stored trace is one of an earlier day. Where either differs from the
+loop as Python runs it, drafts would be wrong from the first call on; so both run once on dead rows, and their values
+are numbered by how they were computed (:mod:`draftfuse.numbering`). Values themselves are compared only where that
+does not agree: two operators may compute one thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftfuse import python_state
+from draftfuse.compare import Rows, differences
+from draftfuse.errors import SourceLine, UnsafeLoopError
+from draftfuse.journal import Journal
+from draftfuse.lint import named_failures
+from draftfuse.numbering import TAP, Numbering, Table, storage_of
+from draftfuse.passes import ir
+from draftfuse.passes.erase_taps import tap_lines
+from draftfuse.trace import Trace
+
+Run = Callable[[], None]
+LARGEST = 1 << 24  # bytes: values above are numbered, and not compared
+EVERYTHING = Rows(live=0, capacity=-1, exact=True)
+
+
+@dataclass
+class Trial:
+    """One loop and its trace, on the rows that the inputs hold."""
+
+    spec: Any
+    loop: Run
+    traced: Run
+    tensors: list[Tensor]  # that the trace reads or writes
+    lines: dict[tuple[str, int], SourceLine | None] = field(default_factory=dict)
+
+    def check(self) -> str:
+        """Compare both; a note where they are equal in other words.
+
+        Raises:
+            UnsafeLoopError: the trace computes something else.
+        """
+        with _dummy_states(self.spec), torch.no_grad():
+            table: Table = {}
+            if self._number(self.loop, table) == self._number(self.traced, table):
+                return ""
+            found = self._first_difference()
+        if found is None:
+            return "the trace calls other operators than the loop, with equal values on dead rows"
+        raise found
+
+    def _number(self, run: Run, table: Table) -> Any:
+        with self._state_kept(), Numbering(table) as numbering:
+            run()
+        return numbering.taps, {storage_of(t): numbering.memory.get(storage_of(t)) for t in self.tensors}
+
+    def _first_difference(self) -> UnsafeLoopError | None:
+        loop, again, traced = (self._values(run) for run in (self.loop, self.loop, self.traced))
+        for place, expected in loop.items():
+            if _differ(expected, again.get(place)) is not None:
+                continue  # not even the loop repeats it
+            if (different := _differ(expected, traced.get(place))) is not None:
+                return self._error(place, *different)
+        return None
+
+    def _error(self, place: tuple[str, int], expected: object, came: object) -> UnsafeLoopError:
+        name, step = place
+        what = f"the trace of the loop computes something else than the loop: {name} of draft step {step}"
+        todo = (
+            "Dynamo reads some Python otherwise than Python runs it: go through a list, or sorted(...), where the "
+            "loop goes through a set that it makes. If DRAFTFUSE_TRACE_CACHE=1 is set, try without."
+        )
+        return UnsafeLoopError(what, came, expected, todo, self._parting() or self.lines.get(place))
+
+    def _parting(self) -> SourceLine | None:
+        """The line of the loop's first operator that the trace does not call."""
+        table: Table = {}
+        with self._state_kept(), Numbering(table, lines=True) as mine:
+            self.loop()
+        with self._state_kept(), Numbering(table, lines=True) as its:
+            self.traced()
+        known = {number for number, _ in its.order}
+        return next((line for number, line in mine.order if number not in known and line is not None), None)
+
+    def _values(self, run: Run) -> dict[tuple[str, int], Tensor]:
+        with self._state_kept(), Journal(check_indices=False) as journal, _Taps() as taps:
+            run()
+        found = taps.values | {(f"inputs.{n}", -1): t.clone() for n, t in self.spec.inputs.named_tensors().items()}
+        journal.restore()
+        return found
+
+    @contextmanager
+    def _state_kept(self) -> Iterator[None]:
+        state = python_state.of_speculator(self.spec)
+        try:
+            with named_failures():
+                yield
+        finally:
+            state.restore()
+
+
+class _Taps(TorchDispatchMode):
+    """Keeps every tapped value."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.values: dict[tuple[str, int], Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is TAP:
+            value, name, step = args
+            if value.nbytes <= LARGEST:
+                self.values[name, step] = value.clone()
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _dummy_states(spec: Any) -> Iterator[None]:
+    """Hidden states other than zero, so that a factor shows."""
+    states = spec.inputs.hidden_states
+    kept = states.clone()
+    drawn = torch.randn(states.shape, generator=torch.Generator().manual_seed(0))
+    states.copy_(drawn)
+    try:
+        yield
+    finally:
+        states.copy_(kept)
+
+
+def _differ(expected: Tensor, got: Tensor | None) -> tuple[object, object] | None:
+    return next(((e, g) for _, e, g in differences(expected, got, EVERYTHING)), None)
+
+
+def of_trace(function: Callable[..., None], args: tuple[Any, ...], traced: Trace, num_reqs: int) -> Trial:
+    """The trial of ``traced``, which is that of ``function(spec, num_reqs, *rest)``, at ``num_reqs`` rows."""
+    given = [_value(node, traced, num_reqs) for node in ir.placeholders(traced.graph)]
+    run = fx.Interpreter(traced.module).run
+    whole = (args[0], num_reqs, *args[2:])
+    return Trial(
+        args[0], lambda: function(*whole), lambda: run(*given), [*traced.tensors.values()], tap_lines(traced.graph)
+    )
+
+
+def _value(node: fx.Node, traced: Trace, num_reqs: int) -> Any:
+    return traced.tensors[node.name] if node.name in traced.tensors else num_reqs
