@@ -30,7 +30,7 @@ from draftfuse.siblings import check_number, with_siblings
 from draftfuse.step_log import difference
 from draftfuse.trace import Trace, trace
 from draftfuse.trace_cache import entry_for
-from draftfuse.trial import of_trace
+from draftfuse.trial import no_trial, of_trace
 from draftfuse.unroll import TRACED_STEPS, Irregular, extend
 
 COLLECTIVES_IN_SEGMENTS = "emission='whole' would let Inductor order the loop's collectives; segments keep their order"
@@ -67,7 +67,7 @@ def build(
     seconds = time.perf_counter() - start
     try:
         trial = of_trace(function, args, traced, descriptor.num_reqs).check
-        return finish(traced, descriptor.num_steps, num_reqs, seconds, settings, trial, descriptor.kind)
+        return finish(traced, descriptor.num_steps, num_reqs, seconds, settings, descriptor.kind, trial)
     except EmissionError as error:
         if settings.emission == "segments":
             raise
@@ -162,10 +162,10 @@ def finish(
     num_reqs: int | None,
     trace_seconds: float,
     settings: Settings,
-    trial: Callable[[], str],
     kind: str = "step",
+    trial: Callable[[], str] = no_trial,
 ) -> tuple[Emission, BuildReport]:
-    """Passes and emission of a traced loop, and the report on both."""
+    """Passes and emission of a traced loop, and the report on both; ``trial`` looks at the trace before them."""
     settings.inspect(traced)
     refuse_outputs(traced)
     refuse_higher_order(traced)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from draftfuse.carried_state import carried_state
 from draftfuse.dispatch import Descriptor
 from draftfuse.errors import UnsafeLoopError
 from draftfuse.groups import is_parallel
@@ -13,6 +16,8 @@ from draftfuse.meeting import Ranks
 from draftfuse.passes.findings import Finding, merged
 from draftfuse.state import Saved, fill_dummy, persistent_tensors
 from draftfuse.trace import Trace
+
+BUILDERS = ("slot_mapping", "refresh")  # phases that run in Python, between the steps of a split loop
 
 
 def raise_errors(findings: list[Finding]) -> None:
@@ -29,7 +34,7 @@ def raise_errors(findings: list[Finding]) -> None:
         first.todo + others,
         first.source,
     )
-    error.finding, error.in_builder = first, all(f.phase in ("slot_mapping", "refresh") for f in errors)
+    error.finding, error.in_builder = first, all(f.phase in BUILDERS for f in errors)
     raise error
 
 
@@ -41,24 +46,48 @@ class Inspector:
     findings: list[Any]
     probed: int = 0  # draft tokens of the longest loop that was run
     ranks: Ranks = field(default_factory=Ranks)
-    # Rows and draft tokens of a probe that waits for a trace: collectives run only once all ranks agree on them.
-    _pending: tuple[int, int] | None = None
+    # Of a probe that waits for a trace: collectives run only once all ranks agree on them.
+    _pending: Callable[[], None] | None = None
+    _split: int = 0  # draft tokens of the longest loop that was run for split
 
     def before(self, descriptor: Descriptor) -> None:
         """Run the decode loop once, eagerly, on the dead rows that the inputs hold."""
         if descriptor.num_steps > max(1, self.probed):
-            self._pending = descriptor.num_reqs, descriptor.num_steps
-            if not is_parallel():
-                self._probe()
+            self._pending = lambda: self._probe(descriptor.num_reqs, descriptor.num_steps)
+            self._probe_if_alone()
 
-    def _probe(self) -> None:
+    def before_split(self, descriptor: Descriptor) -> None:
+        """The same for a loop whose metadata Python builds at every step: what builders change is theirs."""
+        if descriptor.num_steps > max(1, self._split):
+            self._pending = lambda: self._probe_split(descriptor.num_reqs, descriptor.num_steps)
+            self._probe_if_alone()
+
+    def _probe_if_alone(self) -> None:
+        if self._pending is not None and not is_parallel():
+            self._run_pending()
+
+    def _run_pending(self) -> None:
         assert self._pending is not None
-        (rows, k), self._pending = self._pending, None
+        run, self._pending = self._pending, None
+        run()
+
+    def _probe(self, rows: int, k: int) -> None:
+        with self._on_dummies(rows):
+            self.finish(probe(self.spec, rows, k))
+        self.probed = k  # a loop that was refused, or interrupted, is probed again at the next build
+
+    def _probe_split(self, rows: int, k: int) -> None:
+        with self._on_dummies(rows):
+            self.finish([f for f in probe(self.spec, rows, k) if f.phase not in BUILDERS])
+            self.finish(carried_state(self.spec, rows, k))
+        self._split = k
+
+    @contextmanager
+    def _on_dummies(self, rows: int) -> Iterator[None]:
         kept = Saved(persistent_tensors(self.spec))
         fill_dummy(self.spec, rows)
         try:
-            self.finish(probe(self.spec, rows, k))
-            self.probed = k  # a loop that was refused, or interrupted, is probed again at the next build
+            yield
         finally:
             kept.restore()
 
@@ -67,7 +96,7 @@ class Inspector:
         with self.ranks.comparing(traced):
             self.finish(of_graph(self.spec, traced))
         if self._pending is not None:
-            self._probe()
+            self._run_pending()
 
     def finish(self, findings: list[Finding]) -> None:
         """Record what was found, and raise for errors."""

@@ -7,12 +7,12 @@ memory. So neither dead operators nor the order of independent ones count, and n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftfuse.errors import SourceLine
@@ -22,6 +22,17 @@ aten = torch.ops.aten
 TAP = torch.ops.draftfuse.tap.default
 _CONSTANTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # Python's numbers become a tensor
 Table = dict[Any, int]
+LARGEST = 1 << 24  # bytes: the values of larger tensors are not looked at
+
+
+@dataclass
+class Call:
+    """One operator of a run: its number, the user's line, and what its results held."""
+
+    number: int
+    name: str
+    source: SourceLine | None
+    values: list[Any]
 
 
 class Numbering(TorchDispatchMode):
@@ -29,26 +40,26 @@ class Numbering(TorchDispatchMode):
 
     Args:
         table: what numbers stand for, shared by the runs that are compared.
-        lines: note the user's line of each operator, which costs more than the number.
+        calls: note each operator with the user's line and its results, which costs far more than the number.
     """
 
-    def __init__(self, table: Table, lines: bool = False) -> None:
+    def __init__(self, table: Table, calls: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.taps: dict[tuple[str, int], int] = {}
         self.memory: dict[int, int] = {}  # by storage: what was written, or is fresh
-        self.order: list[tuple[int, SourceLine | None]] = []  # filled where lines are noted
-        self._table, self._lines = table, lines
+        self.calls: list[Call] = []
+        self._table, self._notes_calls = table, calls
 
     def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is TAP:
             self.taps[args[1], args[2]] = self._of_tensor(args[0])
             return None
-        number = self._number(func, self._words(args), self._words(tuple(kwargs.items())))
+        number = self._number("call", func, self._words(args), self._words(tuple(kwargs.items())))
         given = {storage_of(t) for t in _tensors((args, tuple(kwargs.values())))}
         result = func(*args, **kwargs)
-        if self._lines:
-            self.order.append((number, user_frame()))
+        if self._notes_calls:
+            self.calls.append(Call(number, str(func), user_frame(), [*map(value_of, _tensors(result))]))
         for index, tensor in enumerate(written_by(func, args, kwargs)):
             self.memory[storage_of(tensor)] = self._number("written", number, index)
         for slot, tensor in enumerate(_tensors(result)):
@@ -71,12 +82,43 @@ class Numbering(TorchDispatchMode):
     def _of_tensor(self, tensor: Tensor) -> int:
         key = storage_of(tensor)
         layout = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        return self._number(self.memory.get(key, ("memory", key)), layout)
+        return self._number("view", self.memory.get(key, ("memory", key)), layout)
 
 
 def storage_of(tensor: Tensor) -> int:
     """What :attr:`Numbering.memory` calls the memory behind ``tensor``."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def reachable(table: Table, roots: Iterable[int]) -> set[int]:
+    """The numbers that ``roots`` were computed from, and they themselves."""
+    parts = list(table)
+    found: set[int] = set()
+    pending = list(roots)
+    while pending:
+        number = pending.pop()
+        if number not in found:
+            found.add(number)
+            pending += _numbers_in(parts[number])
+    return found
+
+
+def _numbers_in(part: Any) -> Iterator[int]:
+    """The numbers in what a number stands for: they stand behind one of four words, anything else is a constant."""
+    if isinstance(part, tuple) and part:
+        if part[0] in ("made", "written", "view", "tensor") and isinstance(part[1], int):
+            yield part[1]
+        else:
+            for item in part:
+                yield from _numbers_in(item)
+
+
+def value_of(tensor: Tensor) -> Any:
+    """Dtype, shape and a hash of the bytes of a tensor."""
+    if tensor.nbytes > LARGEST:
+        return tensor.dtype, tensor.shape
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return tensor.dtype, tensor.shape, hash(flat.numpy().tobytes())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -189,6 +189,7 @@ class Runners:
         return Runner(lambda: function(self.spec, *args), counts)
 
     def _split(self, descriptor: Descriptor) -> Runner:
+        self.inspector.before_split(descriptor)
         split = SplitLoop(self.spec, descriptor.num_steps, descriptor.num_reqs, self.settings)
         self.report.builds += split.reports
         scalars = self._bake(*split.reports)

@@ -95,7 +95,7 @@ class SplitLoop:
         traced = trace(split_step, args)
         seconds = time.perf_counter() - start
         trial = of_trace(split_step, args, traced, self.capacity).check
-        emission, report = finish(traced, self.k, self.capacity, seconds, settings, trial)
+        emission, report = finish(traced, self.k, self.capacity, seconds, settings, trial=trial)
         self.reports.append(report)
         return emission.bind(self.capacity, Workspace())
 

@@ -22,13 +22,12 @@ from draftfuse.compare import Rows, differences
 from draftfuse.errors import SourceLine, UnsafeLoopError
 from draftfuse.journal import Journal
 from draftfuse.lint import named_failures
-from draftfuse.numbering import TAP, Numbering, Table, storage_of
+from draftfuse.numbering import LARGEST, TAP, Call, Numbering, Table, reachable, storage_of
 from draftfuse.passes import ir
 from draftfuse.passes.erase_taps import tap_lines
 from draftfuse.trace import Trace
 
 Run = Callable[[], None]
-LARGEST = 1 << 24  # bytes: values above are numbered, and not compared
 EVERYTHING = Rows(live=0, capacity=-1, exact=True)
 
 
@@ -60,42 +59,58 @@ class Trial:
     def _number(self, run: Run, table: Table) -> Any:
         with self._state_kept(), Numbering(table) as numbering:
             run()
-        return numbering.taps, {storage_of(t): numbering.memory.get(storage_of(t)) for t in self.tensors}
+        return numbering.taps, self._left(numbering)
 
     def _first_difference(self) -> UnsafeLoopError | None:
         loop, again, traced = (self._values(run) for run in (self.loop, self.loop, self.traced))
+        call = self._parting()
         for place, expected in loop.items():
             if _differ(expected, again.get(place)) is not None:
-                continue  # not even the loop repeats it
+                return None  # not even the loop repeats it
             if (different := _differ(expected, traced.get(place))) is not None:
-                return self._error(place, *different)
+                source = self.lines.get(place) if call is None else call.source
+                return _error(f"{place[0]} of draft step {place[1]}", *different, source)
+        if call is not None:
+            return _error(call.name, "the value that the loop computes", "no such value", call.source)
         return None
 
-    def _error(self, place: tuple[str, int], expected: object, came: object) -> UnsafeLoopError:
-        name, step = place
-        what = f"the trace of the loop computes something else than the loop: {name} of draft step {step}"
-        todo = (
-            "Dynamo reads some Python otherwise than Python runs it: go through a list, or sorted(...), where the "
-            "loop goes through a set that it makes. If DRAFTFUSE_TRACE_CACHE=1 is set, try without."
-        )
-        return UnsafeLoopError(what, came, expected, todo, self._parting() or self.lines.get(place))
-
-    def _parting(self) -> SourceLine | None:
-        """The line of the loop's first operator that the trace does not call."""
+    def _parting(self) -> Call | None:
+        """The loop's first operator whose results the trace computes nowhere, and that is not in vain."""
         table: Table = {}
-        with self._state_kept(), Numbering(table, lines=True) as mine:
+        mine, its = Numbering(table, calls=True), Numbering(table, calls=True)
+        with self._all_kept(), mine:
             self.loop()
-        with self._state_kept(), Numbering(table, lines=True) as its:
+        with self._all_kept(), its:
             self.traced()
-        known = {number for number, _ in its.order}
-        return next((line for number, line in mine.order if number not in known and line is not None), None)
+        needed = reachable(table, [*mine.taps.values(), *self._left(mine).values()])
+        known = {call.number for call in its.calls}
+        values = {value for call in its.calls for value in call.values}
+        for call in mine.calls:
+            if call.number in needed and call.number not in known and not values.issuperset(call.values):
+                found: Call = call
+                return found
+        return None
+
+    def _left(self, numbering: Numbering) -> dict[int, int]:
+        """Numbers of what a run wrote, by storage."""
+        keys = map(storage_of, self.tensors)
+        return {key: numbering.memory[key] for key in keys if key in numbering.memory}
 
     def _values(self, run: Run) -> dict[tuple[str, int], Tensor]:
-        with self._state_kept(), Journal(check_indices=False) as journal, _Taps() as taps:
+        with self._all_kept(), _Taps() as taps:
             run()
-        found = taps.values | {(f"inputs.{n}", -1): t.clone() for n, t in self.spec.inputs.named_tensors().items()}
-        journal.restore()
+        found: dict[tuple[str, int], Tensor] = dict(taps.values)
         return found
+
+    @contextmanager
+    def _all_kept(self) -> Iterator[None]:
+        """Python state and memory; the numbers of a first look need only the former."""
+        journal = Journal(check_indices=False)
+        try:
+            with self._state_kept(), journal:
+                yield
+        finally:
+            journal.restore()
 
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
@@ -136,6 +151,15 @@ def _dummy_states(spec: Any) -> Iterator[None]:
         states.copy_(kept)
 
 
+def _error(what: str, expected: object, came: object, source: SourceLine | None) -> UnsafeLoopError:
+    todo = (
+        "Dynamo reads some Python otherwise than Python runs it: go through a list, or sorted(...), where the "
+        "loop goes through a set that it makes. If DRAFTFUSE_TRACE_CACHE=1 is set, try without."
+    )
+    what = f"the trace of the loop computes something else than the loop: {what}"
+    return UnsafeLoopError(what, came, expected, todo, source)
+
+
 def _differ(expected: Tensor, got: Tensor | None) -> tuple[object, object] | None:
     return next(((e, g) for _, e, g in differences(expected, got, EVERYTHING)), None)
 
@@ -151,4 +175,9 @@ def of_trace(function: Callable[..., None], args: tuple[Any, ...], traced: Trace
 
 
 def _value(node: fx.Node, traced: Trace, num_reqs: int) -> Any:
-    return traced.tensors[node.name] if node.name in traced.tensors else num_reqs
+    return traced.tensors.get(node.name, num_reqs)
+
+
+def no_trial() -> str:
+    """The trial of a loop that is draftfuse's own."""
+    return ""

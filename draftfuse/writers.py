@@ -29,11 +29,8 @@ _CHANGERS = (
 
 def writer_of(owner: Any, attribute: str) -> SourceLine | None:
     """The statement outside ``__init__`` that assigns or changes ``attribute`` of ``owner``."""
-    for function in _functions(owner):
-        found = _writer_in(function, attribute)
-        if found is not None:
-            return found
-    return None
+    functions = sorted(_functions(owner), key=lambda f: f.__name__.startswith("on_"))  # lifecycle hooks put it back
+    return next((line for f in functions if (line := _writer_in(f, attribute)) is not None), None)
 
 
 def _functions(owner: Any) -> Iterator[Callable[..., Any]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
+from draftfuse.errors import SourceLine
 from draftfuse.passes import ir
 
 

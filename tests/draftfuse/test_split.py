@@ -11,8 +11,8 @@ from torch import Tensor
 
 import draftfuse
 from draftfuse import CommonMetadata, DraftInputs
-from draftfuse.errors import UnstableMetadataError
-from tests.failures.small import Pair, Small, WindowBuilder, WindowMetadata, batch_of, three_rows
+from draftfuse.errors import UnsafeLoopError, UnstableMetadataError
+from tests.failures.small import Pair, Small, WindowBuilder, WindowMetadata, batch_of, both, three_rows
 
 NAMES = ("seq_lens", "block_table", "slot_mapping", "start", "length")
 CALLS = (
@@ -189,3 +189,54 @@ def test_a_host_value_that_changes_inside_the_loop_is_refused_wherever_it_stands
     words = r"at draft step 2: got Stepped.table.scale.0=4, expected Stepped.table.scale.0=2"
     with pytest.raises(UnstableMetadataError, match=words):
         fused.propose(three_rows(spec))
+
+
+class Counting(Small):
+    """A count of its own, in what it computes."""
+
+    count = 0
+
+    def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        hidden, feedback = super().forward(inputs, metadata)
+        self.count += 1
+        return hidden * self.count, feedback
+
+
+class CountingAnew(Counting):
+    """The same in every loop, so that a whole one is traced rightly; a step by itself is not."""
+
+    def on_multi_step_decode_begin(self) -> None:
+        self.count = 0
+
+
+class CountingForNothing(CountingAnew):
+    def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        return Small.forward(self, inputs, metadata)
+
+
+class CountingBuilder(WindowBuilder):
+    """Runs in Python at every step: what it counts is right."""
+
+    count = 0
+
+    def build(self, common: CommonMetadata) -> WindowMetadata:
+        self.count += 1
+        made = super().build(common)
+        made.length.add_(self.count)
+        return made
+
+
+@pytest.mark.parametrize("make", [Counting, CountingAnew])
+def test_a_count_that_a_step_computes_with_is_refused_at_its_line(make: Callable[[], Small]) -> None:
+    with pytest.raises(UnsafeLoopError, match="side-effect") as raised:
+        draftfuse.compile(make(), mode="split", compiler="none").propose(three_rows(Small()))
+    assert raised.value.source is not None
+    assert raised.value.source.text == "self.count += 1"
+
+
+def test_counts_that_no_step_computes_with_run_split() -> None:
+    both(CountingAnew, three_rows)
+    both(CountingForNothing, three_rows, mode="split")
+    pair = both(lambda: Small(builder=CountingBuilder()), three_rows, mode="split")
+    pair.draft(CALLS[1])

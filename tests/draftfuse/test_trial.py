@@ -1,0 +1,152 @@
+"""The trial of a trace: what Dynamo reads otherwise than Python runs it is found before anything is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import draftfuse
+from draftfuse import build, trial
+from draftfuse.errors import UnsafeLoopError
+from draftfuse.numbering import Numbering, Table
+from draftfuse.trial import Trial
+from tests.failures.small import Small, both, three_rows
+
+aten = torch.ops.aten
+
+
+class OverSet(Small):
+    """Python goes through the set as 0, 3, 7; Dynamo as 7, 0, 3."""
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        for number in set([7, 0, 3]):  # noqa: C405
+            hidden = hidden * (number - 1.5) + number
+        return super().sample(hidden, step)
+
+
+@pytest.mark.parametrize("mode", ["auto", "fused", "split"])
+def test_a_set_that_the_loop_goes_through_is_found_at_its_line(mode: str) -> None:
+    with pytest.raises(UnsafeLoopError, match="computes something else than the loop") as raised:
+        draftfuse.compile(OverSet(), mode=mode, compiler="none").propose(three_rows(Small()))
+    assert raised.value.source is not None
+    assert raised.value.source.text == "hidden = hidden * (number - 1.5) + number"
+
+
+class Sorted(OverSet):
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        for number in sorted({7, 0, 3}):
+            hidden = hidden * (number - 1.5) + number
+        return Small.sample(self, hidden, step)
+
+
+def test_what_the_error_advises_helps() -> None:
+    assert all(b.trial == "" for b in both(Sorted, three_rows).fused.report.builds)
+
+
+def test_a_trace_that_is_not_the_loops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it came from: the disk of another day, for one."""
+    plain = build.traced_loop
+
+    def changed(*args: Any) -> Any:
+        traced = plain(*args)
+        node = next(n for n in traced.graph.find_nodes(op="call_function", target=aten.div.Tensor))
+        node.args = (node.args[0], 3.5)
+        return traced
+
+    monkeypatch.setattr(build, "traced_loop", changed)
+
+    class Divided(Small):
+        def sample(self, hidden: Tensor, step: int) -> Tensor:
+            return super().sample(torch.tanh(hidden / 3.0), step)
+
+    with pytest.raises(UnsafeLoopError) as raised:
+        draftfuse.compile(Divided(), compiler="none").propose(three_rows(Small()))
+    assert raised.value.source is not None
+    assert "hidden / 3.0" in raised.value.source.text
+
+
+def tap(value: Tensor) -> None:
+    torch.ops.draftfuse.tap(value, "hidden", 1)
+
+
+def trial_of(loop: Callable[[Tensor], None], traced: Callable[[Tensor], None]) -> Trial:
+    spec = Small()
+    x = spec.inputs.hidden_states
+    return Trial(spec, lambda: loop(x), lambda: traced(x), [x])
+
+
+def test_equal_values_in_other_words_pass_with_a_note() -> None:
+    assert "other operators" in trial_of(lambda x: tap(x * 2), lambda x: tap(x + x)).check()
+    with pytest.raises(UnsafeLoopError):
+        trial_of(lambda x: tap(x * 2), lambda x: tap(x * 3)).check()
+
+
+def test_a_loop_that_does_not_repeat_itself_is_no_measure() -> None:
+    assert "other operators" in trial_of(lambda x: tap(torch.rand(3)), lambda x: tap(x[0, :3].clone())).check()
+
+
+def test_a_trial_leaves_the_inputs_as_they_were() -> None:
+    spec = Small()
+    x = spec.inputs.hidden_states
+    Trial(spec, lambda: tap(x.add_(1)), lambda: tap(x.add_(0.5).add_(0.5)), [x]).check()
+    assert bool((x == 0).all())
+
+
+def numbers(run: Callable[[Tensor], None], x: Tensor, table: Table) -> Any:
+    with Numbering(table) as numbering:
+        run(x)
+    return numbering.taps, numbering.memory.get(x.untyped_storage()._cdata)
+
+
+def dead_operator(x: Tensor) -> None:
+    x.exp()
+    tap(x + 1)
+
+
+def other_order(x: Tensor) -> None:
+    b = x - 2
+    a = x + 1
+    tap(a * b)
+
+
+def by_views(x: Tensor) -> None:
+    tap(x[0:4].view(4, 2).reshape(4, 2).detach() + 1)
+
+
+PAIRS = {
+    "a dead operator": (dead_operator, lambda x: tap(x + 1), True),
+    "independent operators": (other_order, lambda x: tap((x + 1) * (x - 2)), True),
+    "views of the whole": (by_views, lambda x: tap(x + 1), True),
+    "views of a part": (lambda x: tap(x[1:]), lambda x: tap(x[:3]), False),
+    "constants": (lambda x: tap(torch.tensor([1.0, 2.0])), lambda x: tap(torch.tensor([1.0, 2.0])), True),
+    "other constants": (lambda x: tap(torch.tensor([1.0, 2.0])), lambda x: tap(torch.tensor([1.0, 3.0])), False),
+    "zeros of two signs": (lambda x: tap(x + 0.0), lambda x: tap(x + -0.0), False),
+    "one and True": (lambda x: tap(torch.full((2,), 1)), lambda x: tap(torch.full((2,), True)), False),
+    "a write": (lambda x: tap(x.add_(1)), lambda x: tap(x + 1), False),
+    "a write before and behind a read": (
+        lambda x: (tap(x + 1), x.zero_())[0],
+        lambda x: (x.zero_(), tap(x + 1))[1],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_numbers_stand_for_what_was_computed(pair: str) -> None:
+    first, second, same = PAIRS[pair]
+    x = torch.arange(8.0).view(4, 2)
+    table: Table = {}
+    assert (numbers(first, x, table) == numbers(second, x, table)) is same
+
+
+def test_every_build_has_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    plain = trial.Trial.check
+    monkeypatch.setattr(trial.Trial, "check", lambda self: checked.append(self) or plain(self))
+    pair = both(Small, three_rows)
+    assert len(checked) == len(pair.fused.report.builds) > 0
+    assert not any(b.trial for b in pair.fused.report.builds)
