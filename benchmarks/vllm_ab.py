@@ -100,18 +100,21 @@ def drafted(llm: Any, watch: Watch, count: int, args: argparse.Namespace, expect
 
 
 def launches(llm: Any, watch: Watch, count: int, args: argparse.Namespace) -> dict[str, float]:
-    """Launches a scheduler step, from the profiler."""
+    """Launches a scheduler step and milliseconds of all kernels in it, from the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     watch.clear()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         generate(llm, count, args, 24)
     steps = max(len(watch.spans["propose"]), 1)
-    counts = {event.key: event.count for event in profiled.key_averages()}
+    events = profiled.key_averages()
+    counts = {event.key: event.count for event in events}
+    on_device = sum(event.self_device_time_total for event in events) / 1e3
     kernels = sum(number for name, number in counts.items() if name.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
     return {
         "graph_launches": counts.get("cudaGraphLaunch", 0) / steps,
         "kernel_launches": kernels / steps,
+        "kernels_ms": on_device / steps,
         "steps": steps,
     }
 
