@@ -35,6 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--hook", action="store_true", help="the pass hook too, products choose kernels under inductor")
     parser.add_argument("--plain", action="store_true", help="no plug-in at all, in a process of its own")
     parser.add_argument("--serve", type=int, default=0, help="requests of a mixed load, prefix caching on")
     parser.add_argument("--attention", help="attention backend, vLLM's choice by default")
@@ -50,6 +51,14 @@ def make_engine(root: Path, args: argparse.Namespace) -> Any:
     if args.temperature > 0:
         speculative["draft_sample_method"] = "probabilistic"
     options = {} if args.attention is None else {"attention_backend": args.attention}
+    compilation: dict[str, Any] = {"mode": 3, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
+    if args.hook:
+        import draftfuse
+        from draftfuse.lowering import hook
+
+        # One engine has variants of both compilers: the pass acts as for inductor, and variants of none ignore it.
+        hook.may_choose_kernels = lambda: True
+        compilation["inductor_compile_config"] = {"post_grad_custom_post_pass": draftfuse.post_grad_pass}
     return LLM(
         model=str(root / "target"),
         skip_tokenizer_init=True,
@@ -64,7 +73,7 @@ def make_engine(root: Path, args: argparse.Namespace) -> Any:
         disable_log_stats=True,
         seed=0,
         speculative_config=speculative,
-        compilation_config={"mode": 3, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
+        compilation_config=compilation,
         **options,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,15 +19,19 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from draftfuse.lowering.on_import import on_import
+from draftfuse.lowering.ops import linear_by_rows as _linear_by_rows
 from draftfuse.lowering.ops.marker import marker as _marker  # registers the operator
+from draftfuse.lowering.small import may_have_own_kernel
 from draftfuse.passes import Pass, run
 from draftfuse.passes.drop_dead_refresh import drop_dead_refresh
 from draftfuse.passes.erase_taps import erase_taps
 from draftfuse.passes.hoist_invariants import hoist_invariants
+from draftfuse.passes.linears_by_rows import linears_by_rows
 
 VLLM_BASE = "vllm.compilation.passes.inductor_pass"  # home of the class that vLLM asks its passes to be
 MARKER = torch.ops.draftfuse.marker.default
-assert _marker.__name__ == "marker"
+COMPILER = "DRAFTFUSE_VLLM_COMPILER"
+assert (_marker.__name__, _linear_by_rows.__name__) == ("marker", "linear_by_rows")  # both are registered
 
 
 @cache
@@ -51,7 +55,8 @@ class PostGradPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What Inductor puts into its cache key."""
-        return f"draftfuse-{sources_hash()}-check{os.environ.get('DRAFTFUSE_CHECK') == '1'}"
+        checked = os.environ.get("DRAFTFUSE_CHECK") == "1"
+        return f"draftfuse-{sources_hash()}-check{checked}-own{may_choose_kernels()}"
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
         """Part of vLLM's interface: the pass applies to every range of sizes."""
@@ -79,8 +84,14 @@ def passes_for(graph: fx.Graph) -> tuple[Pass, ...]:
     A higher-order operator (``auto_functionalized``) may hide a write, so values are merged and dropped only in a
     graph without one.
     """
+    own = (partial(linears_by_rows, applies=may_have_own_kernel),) if may_choose_kernels() else ()
     hidden = any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in graph.nodes)
-    return (erase_taps,) if hidden else (erase_taps, hoist_invariants, drop_dead_refresh)
+    return (erase_taps, *own) if hidden else (erase_taps, hoist_invariants, drop_dead_refresh, *own)
+
+
+def may_choose_kernels() -> bool:
+    """Whether products may come to draftfuse's kernels: where vLLM's plug-in compiles, and not with ``none``."""
+    return os.environ.get(COMPILER) == "inductor"
 
 
 def adopt(module: ModuleType) -> None:

@@ -16,6 +16,15 @@ def has_own_kernel(product: fx.Node) -> bool:
     return is_faster(ir.value(product.all_input_nodes[0]), ir.value(product).shape[1])
 
 
+def may_have_own_kernel(product: fx.Node) -> bool:
+    """Whether ``product`` of any number of rows may come to draftfuse's kernel where it gets one."""
+    left = ir.value(product.all_input_nodes[0])
+    inputs = left.shape[1]
+    if left.device.type != "cuda" or isinstance(left.shape[0], int) or not isinstance(inputs, int):
+        return False
+    return left.dtype in (torch.bfloat16, torch.float16) and inputs * left.element_size() % ALIGNED == 0
+
+
 def is_faster(left: torch.Tensor, outputs: int | torch.SymInt) -> bool:
     """Whether ``left`` is one row on a Hopper GPU or later, for whose product draftfuse's kernel is faster."""
     device = left.device

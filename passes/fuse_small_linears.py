@@ -43,7 +43,7 @@ def fuse_small_linears(graph: fx.Graph, *, applies: Applies) -> int:
     found = 0
     mutated = ir.mutated_storages(graph)  # the kernel reads weights before it waits for what runs in front of it
     for node in list(graph.find_nodes(op="call_function", target=aten.mm.default)):
-        weight = _transposed(node.args[1])
+        weight = transposed_weight(node.args[1])
         if weight is None or not ir.storages(weight).isdisjoint(mutated) or not applies(node):
             continue
         _rewrite(graph, node, weight)
@@ -133,7 +133,7 @@ def _argmax_behind(product: fx.Node) -> fx.Node | None:
     return user if found and user is not None and not user.kwargs else None
 
 
-def _transposed(node: Any) -> fx.Node | None:
+def transposed_weight(node: Any) -> fx.Node | None:
     """``weight`` of ``weight.T``, where its rows are dense."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None

@@ -16,6 +16,7 @@ from torch.fx.traceback import annotate
 
 from draftfuse.build import Settings, finish
 from draftfuse.lowering.emit import Emission
+from draftfuse.lowering.ops.linear_by_rows import own_kernels
 from draftfuse.lowering.workspace import Workspace
 from draftfuse.trace import trace
 from draftfuse.vllm import ops
@@ -149,7 +150,8 @@ class CompiledLoop:
             self.prepare(rows)
             with torch.inference_mode(False), torch.no_grad():
                 self.bound[rows, k] = self.emission(rows, k).bind(rows, self.workspace)
-        self.bound[rows, k].run()
+        with own_kernels():  # of vLLM's forward: only where the pass let its products choose
+            self.bound[rows, k].run()
 
     def prepare(self, rows: int) -> None:
         """Learn width and dtype of vLLM's logits, and whether they are a plain product."""

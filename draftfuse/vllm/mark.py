@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftfuse.lowering import hook
 from draftfuse.lowering.ops.marker import marker
 from draftfuse.vllm.asked import by_hook, is_asked
 
@@ -22,6 +23,9 @@ def mark_draft(model: Any, vllm_config: Any) -> int:
     places = [place for m in found if (place := first_block(m)) is not None]
     for place in places:
         place.register_forward_pre_hook(mark_inputs, with_kwargs=True)
+    if hook.may_choose_kernels():
+        for mlp in [mlp for m in found for mlp in mlps(m)]:
+            mlp.register_forward_pre_hook(mark_inputs, with_kwargs=True)
     return len(places)
 
 
@@ -32,6 +36,13 @@ def first_block(module: Any) -> nn.Module | None:
         first: nn.Module = next(iter(layers.children()))
         return first
     return None
+
+
+def mlps(module: Any) -> list[nn.Module]:
+    """The feed-forward part of each layer: vLLM cuts the graph at attention, so each piece behind one has another."""
+    layers = getattr(module, "layers", None)
+    blocks = layers.children() if isinstance(layers, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) else ()
+    return [mlp for block in blocks if isinstance(mlp := getattr(block, "mlp", None), nn.Module)]
 
 
 def mark_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from draftfuse.lowering.ops.advance_positions import advance_positions
 from draftfuse.lowering.ops.argmax import argmax
 from draftfuse.lowering.ops.compute_slot_mapping import compute_slot_mapping
 from draftfuse.lowering.ops.gumbel_sample import gumbel_sample
+from draftfuse.lowering.ops.linear_by_rows import linear_by_rows
 from draftfuse.lowering.ops.load_rows import load_rows
 from draftfuse.lowering.ops.paged_attention import paged_attention
 from draftfuse.lowering.ops.small_linear import small_linear
@@ -32,6 +33,7 @@ __all__ = [
     "argmax",
     "compute_slot_mapping",
     "gumbel_sample",
+    "linear_by_rows",
     "load_rows",
     "paged_attention",
     "small_linear",

@@ -70,6 +70,13 @@ def test_hidden_writes_keep_values_apart() -> None:
     assert len(hook.passes_for(graph)) == 1
 
 
+def test_products_choose_their_kernel_only_where_the_plug_in_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = draftfuse.post_grad_pass.uuid()
+    monkeypatch.setenv(hook.COMPILER, "inductor")
+    assert len(hook.passes_for(graph_of(marked=True))) == 4
+    assert draftfuse.post_grad_pass.uuid() != plain
+
+
 def test_marker_is_a_copy() -> None:
     value = torch.randn(3)
     marked = marker(value)

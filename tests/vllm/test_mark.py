@@ -63,6 +63,17 @@ def test_first_block_is_marked_once() -> None:
     assert len(model.layers[1]._forward_pre_hooks) == 0
 
 
+def test_each_feed_forward_is_marked_where_products_may_choose_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM cuts a graph at attention: what stands behind it is a piece of its own."""
+    for compiler, expected in (("none", [0, 0]), ("inductor", [1, 1])):
+        monkeypatch.setenv(asked.COMPILER, compiler)
+        model = Model()
+        for layer in model.layers:
+            layer.mlp = nn.Linear(4, 4)
+        mark.mark_draft(model, config(draftfuse.post_grad_pass))
+        assert [len(layer.mlp._forward_pre_hooks) for layer in model.layers] == expected
+
+
 def test_what_is_not_compiled_is_not_marked() -> None:
     model = Model()
     model.do_not_compile = True
