@@ -207,7 +207,7 @@ def main() -> None:
     os.environ["DRAFTFUSE_VLLM"] = "0" if args.plain else "1"
     if not args.plain:
         load_plugin()
-    with open(args.lock or __file__) as lock:
+    with open(args.lock or os.devnull, "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         run(args, lambda: fcntl.flock(lock, fcntl.LOCK_EX))
 

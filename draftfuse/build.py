@@ -29,7 +29,7 @@ from draftfuse.report import BuildReport
 from draftfuse.siblings import check_number, with_siblings
 from draftfuse.step_log import difference
 from draftfuse.trace import Trace, trace
-from draftfuse.trace_cache import entry_for
+from draftfuse.trace_cache import FROM_DISK, entry_for
 from draftfuse.trial import no_trial, of_trace
 from draftfuse.unroll import TRACED_STEPS, Irregular, extend
 
@@ -66,7 +66,8 @@ def build(
     traced = traced_loop(function, args, "num_reqs" if num_reqs is None else None, descriptor, settings)
     seconds = time.perf_counter() - start
     try:
-        trial = of_trace(function, args, traced, descriptor.num_reqs).check
+        from_disk = traced.entry is not None and traced.entry.said == FROM_DISK  # it has had its trial
+        trial = no_trial if from_disk else of_trace(function, args, traced, descriptor.num_reqs).check
         return finish(traced, descriptor.num_steps, num_reqs, seconds, settings, descriptor.kind, trial)
     except EmissionError as error:
         if settings.emission == "segments":
@@ -92,7 +93,9 @@ def traced_loop(
     short = (*args[:-2], TRACED_STEPS, args[-1]) if copies else args
     entry = None if is_parallel() else entry_for(function, args, short, symbolic, descriptor)
     if entry is not None and (known := entry.load()) is not None:
-        return known
+        if of_trace(function, args, known, descriptor.num_reqs).agrees():
+            return known
+        entry.said = "the IR on disk was not used: the loop computes something else now"
     codes: list[CodeType] = []
     if copies:
         traced = traced_in_part(function, args, short, symbolic, descriptor, codes, note_facts=entry is not None)
