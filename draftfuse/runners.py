@@ -28,12 +28,14 @@ from draftfuse.errors import (
     UntraceableLoopError,
 )
 from draftfuse.graphs import Captured, capture
+from draftfuse.groups import is_parallel
 from draftfuse.guards import Addresses, collect
 from draftfuse.inspector import Inspector
 from draftfuse.lowering.emit import Bound, Emission
 from draftfuse.lowering.workspace import Workspace
 from draftfuse.passes import ir
 from draftfuse.paths import plain
+from draftfuse.probe import probe
 from draftfuse.report import BuildReport, Report
 from draftfuse.scalar_guards import ScalarGuards
 from draftfuse.speculator import Guard
@@ -189,7 +191,12 @@ class Runners:
         return Runner(lambda: function(self.spec, *args), counts)
 
     def _split(self, descriptor: Descriptor) -> Runner:
-        split = SplitLoop(self.spec, descriptor.num_steps, descriptor.num_reqs, self.settings)
+        try:
+            split = SplitLoop(self.spec, descriptor.num_steps, descriptor.num_reqs, self.settings)
+        except UntraceableLoopError:
+            if not is_parallel():  # what fails in Python too has better words there
+                probe(self.spec, descriptor.num_reqs, descriptor.num_steps)
+            raise
         self.report.builds += split.reports
         scalars = self._bake(*split.reports)
         if self.cudagraph:

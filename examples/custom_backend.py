@@ -89,22 +89,24 @@ def make() -> Drafter:
 def verified(device: torch.device) -> draftfuse.DraftBatch:
     """Three requests of 20, 15 and 3 tokens, of which the target has just verified 4, 1 and 3."""
     ends, counts = torch.tensor([20, 15, 3]), torch.tensor([4, 1, 3])
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to(torch.int32)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     total = int(counts.sum())
-    fields = dict(
-        hidden_states=torch.randn(total, HIDDEN, generator=torch.Generator().manual_seed(1)),
-        input_ids=torch.arange(total) * 7,
-        positions=torch.cat([torch.arange(e - c, e) for e, c in zip(ends.tolist(), counts.tolist(), strict=True)]),
-        query_start_loc=starts,
-        seq_lens=ends.to(torch.int32),
-        num_rejected=torch.zeros(ROWS, dtype=torch.int64),
-        last_sampled=torch.tensor([11, 42, 73]),
-        temperature=torch.zeros(ROWS),
-        seeds=torch.arange(ROWS),
-        idx_mapping=torch.arange(ROWS),
+    positions = torch.cat([torch.arange(e - c, e) for e, c in zip(ends.tolist(), counts.tolist(), strict=True)])
+    return draftfuse.DraftBatch(
+        num_reqs=ROWS,
+        num_tokens=total,
+        max_seq_len=20,
+        hidden_states=torch.randn(total, HIDDEN, generator=torch.Generator().manual_seed(1)).to(device),
+        input_ids=(torch.arange(total) * 7).to(device),
+        positions=positions.to(device),
+        query_start_loc=starts.to(device, torch.int32),
+        seq_lens=ends.to(device, torch.int32),
+        num_rejected=torch.zeros(ROWS, dtype=torch.int64, device=device),
+        last_sampled=torch.tensor([11, 42, 73], device=device),
+        temperature=torch.zeros(ROWS, device=device),
+        seeds=torch.arange(ROWS, device=device),
+        idx_mapping=torch.arange(ROWS, device=device),
     )
-    on_device = {name: tensor.to(device) for name, tensor in fields.items()}
-    return draftfuse.DraftBatch(num_reqs=ROWS, num_tokens=total, max_seq_len=20, **on_device)
 
 
 def draft(mode: str) -> tuple[list[list[int]], draftfuse.FusedDraft]:
