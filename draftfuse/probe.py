@@ -137,7 +137,9 @@ def named_failures(live: bool = False) -> Iterator[None]:
     try:
         yield
     except OpArgumentError as error:
-        raise placed(error) from error
+        if (found := placed(error)) is error:
+            raise
+        raise found from error
     except (DraftfuseError, torch.OutOfMemoryError):
         raise
     except Exception as error:

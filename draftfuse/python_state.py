@@ -137,7 +137,9 @@ class _Walker:
         for klass in reversed([k for k in type(value).__mro__ if not is_library(k)]):
             for name, item in vars(klass).items():
                 own = name in getattr(value, "__dict__", ()) or name.startswith("__") or _is_descriptor(item)
-                if not own:
+                if not own and not isinstance(
+                    item, (dict, list, set, deque)
+                ):  # those are the class's, and change there
                     self.state.leaves[f"{path}.{name}"] = summary(item)
                     self.state.owners[f"{path}.{name}"] = (value, name)
 
