@@ -17,7 +17,6 @@ from draftfuse.attribute_reads import AttributeReads, ChangedRead, Read
 from draftfuse.dispatch import PREFILL, Descriptor
 from draftfuse.errors import EmissionError, UnsafeLoopError
 from draftfuse.groups import is_parallel
-from draftfuse.lint import computing_hook
 from draftfuse.lowering.effects import effects_in, hidden_reads
 from draftfuse.lowering.emit import Emission, emit
 from draftfuse.lowering.generated import register_hidden, register_refresh
@@ -25,6 +24,7 @@ from draftfuse.lowering.small import has_own_kernel
 from draftfuse.passes import ir, never
 from draftfuse.passes.collectives import collectives_of
 from draftfuse.passes.explicit_metadata import explicit_metadata
+from draftfuse.probe import computing_hook
 from draftfuse.report import BuildReport
 from draftfuse.siblings import check_number, with_siblings
 from draftfuse.step_log import difference

@@ -29,10 +29,12 @@ class SourceLine:
 class DraftfuseError(Exception):
     """Base of all errors that draftfuse raises on purpose."""
 
-    def __init__(self, what: str, came: object, expected: object, todo: str, source: SourceLine | None = None) -> None:
+    def __init__(
+        self, what: str, came: object, expected: object, todo: str, source: SourceLine | None = None, more: str = ""
+    ) -> None:
         self.what, self.came, self.expected, self.todo, self.source = what, came, expected, todo, source
         at = f"\n  {source}" if source is not None else ""
-        super().__init__(f"{what}: got {came}, expected {expected}. {todo}{at}")
+        super().__init__(f"{what}: got {came}, expected {expected}. {todo}{at}{more}")
 
 
 class InvalidSpeculatorError(DraftfuseError):
@@ -51,6 +53,7 @@ class UntraceableLoopError(DraftfuseError):
     """A statement of the draft loop cannot become part of a graph."""
 
     in_builder: bool = False  # the statement is inside a metadata builder, so the loop can still run split
+    name: str = "untraceable"  # the class of findings that it belongs to
 
 
 class FailedLoopError(DraftfuseError):
@@ -65,6 +68,7 @@ class UnsafeLoopError(DraftfuseError):
 
     in_builder: bool = False  # only metadata builders do it, so the loop can still run split
     finding: object = None  # the lint's finding behind it
+    name: str = ""  # the class of findings that it belongs to
 
 
 class UnstableMetadataError(DraftfuseError):
@@ -124,6 +128,9 @@ class MissingExtraError(DraftfuseError):
 
 class OpArgumentError(DraftfuseError):
     """An operator of draftfuse was called with a tensor of a wrong dtype or shape."""
+
+    step: int | None = None  # the draft step, where a loop calls it
+    phase: str = ""
 
 
 class UntestedVersionWarning(UserWarning):

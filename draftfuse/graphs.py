@@ -63,7 +63,7 @@ def capture(
         if not isinstance(error, RuntimeError):
             raise
         cause = (first or [error])[0]
-        todo = "Remove the host sync or allocation that the cause names, or use mode='split'."
+        todo = "Remove the host sync or allocation that the cause names; cudagraph=False runs the loop without a graph."
         raise CaptureError("the loop cannot be captured", first_line(cause), "capturable work", todo) from cause
     return Captured(graph, tensors, max(0, pool_bytes(pool) - before))
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx.traceback import annotate
 
+from draftfuse.loop_kind import one_tensor, two_tensors
 from draftfuse.ops import advance_positions, compute_slot_mapping
 from draftfuse.speculator import AttentionGroup, CommonMetadata, DraftInputs
 
@@ -128,10 +129,10 @@ def run_step(
 ) -> Tensor:
     """Forward, sample and (unless it is the last step) advance; returns the tokens, int64[R]."""
     with annotate({"phase": "forward", "draft_step": step}):
-        hidden, feedback = spec.forward(inputs, metadata)
+        hidden, feedback = two_tensors(spec.forward(inputs, metadata), spec.forward)
         tap("hidden", step, hidden)
     with annotate({"phase": "sample", "draft_step": step}):
-        tokens: Tensor = spec.sample(hidden, step)
+        tokens = one_tensor(spec.sample(hidden, step), spec.sample)
         tap("tokens", step, tokens)
     if not last:
         with annotate({"phase": "advance", "draft_step": step}):
@@ -182,7 +183,7 @@ def prefill(spec: Any, num_reqs: int, num_tokens: int, max_query_len: int, max_s
             for layer in group.layer_names:
                 by_layer[layer] = metadata
         run = spec.prefill if hasattr(spec, "prefill") else spec.forward
-        hidden, feedback = run(inputs, by_layer)
+        hidden, feedback = two_tensors(run(inputs, by_layer), run)
     prepare_decode(spec, inputs, hidden, feedback)
     run_hook(spec, "on_prefill_end")
 
@@ -214,7 +215,7 @@ def prepare_decode(spec: Any, inputs: DraftInputs, hidden: Tensor, feedback: Ten
     with annotate({"phase": "advance", "draft_step": 0}):
         lay_out_rows(spec, inputs, last)
     with annotate({"phase": "sample", "draft_step": 0}):
-        tokens = spec.sample(hidden[last], 0)
+        tokens = one_tensor(spec.sample(hidden[last], 0), spec.sample)
         inputs.draft_tokens[:, :1].copy_(tokens.unsqueeze(1))
     with annotate({"phase": "advance", "draft_step": 0}):
         spec.advance(tokens, feedback[last], 0)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from draftfuse import loop
 from draftfuse.errors import UnsafeLoopError
 from draftfuse.journal import Journal
-from draftfuse.lint import named_failures
+from draftfuse.probe import named_failures
 from draftfuse.state import pad
 
 HUGE = 0x2AAAAAAA  # no block is as large, nor is what int32 makes of it times a page size

@@ -129,7 +129,19 @@ class _Walker:
                 self.state.slots.append((value, name, getattr(value, name)))
                 self.visit(getattr(value, name), f"{path}.{name}", value, name)
         if self.wide and not is_library(type(value)):
+            self.inherited(value, path)
             self.of_class(value, path)
+
+    def inherited(self, value: Any, path: str) -> None:
+        """What an object has from its classes, as its own: an assignment to the object then changes a value."""
+        for klass in reversed([k for k in type(value).__mro__ if not is_library(k)]):
+            for name, item in vars(klass).items():
+                own = name in getattr(value, "__dict__", ()) or name.startswith("__") or _is_descriptor(item)
+                if not own and not isinstance(
+                    item, (dict, list, set, deque)
+                ):  # those are the class's, and change there
+                    self.state.leaves[f"{path}.{name}"] = summary(item)
+                    self.state.owners[f"{path}.{name}"] = (value, name)
 
     def of_class(self, value: Any, path: str) -> None:
         for klass in type(value).__mro__:

@@ -24,10 +24,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from draftfuse import python_state
 from draftfuse.attribute_reads import Read
 from draftfuse.baked import taken
-from draftfuse.errors import DraftfuseError, SourceLine, UntraceableLoopError
+from draftfuse.errors import DraftfuseError
 from draftfuse.passes import ir
 from draftfuse.paths import of_modules
 from draftfuse.trace_facts import Facts, of_trace
+from draftfuse.untraceable import untraceable
 
 
 @dataclass
@@ -132,6 +133,7 @@ def normalise(module: fx.GraphModule, example_inputs: list[Any]) -> Trace:
     fakes = [mode.from_tensor(e, static_shapes=True) if isinstance(e, Tensor) else e for e in example_inputs]
     with fx_traceback.preserve_node_meta(), mode:
         flat = make_fx(fx.Interpreter(module).run)(*fakes)
+    drop_numbers(flat.graph)
     clean(flat.graph)
     traced = Trace(flat, {}, mode, front=module.graph)
     name_placeholders(module, flat)
@@ -142,6 +144,14 @@ def normalise(module: fx.GraphModule, example_inputs: list[Any]) -> Trace:
     traced.output_nodes = ir.nodes_in(results)
     traced.outputs = len(traced.output_nodes)
     return traced
+
+
+def drop_numbers(graph: fx.Graph) -> None:
+    """Let no size leave the loop: what Python keeps of it is Python state, and a run of the loop shows the line."""
+    output = graph.output_node()
+    kept = ir.nodes_in(output.args[0])
+    if any(map(ir.is_number, kept)):
+        output.args = ([node for node in kept if not ir.is_number(node)],)
 
 
 def clean(graph: fx.Graph) -> None:
@@ -196,33 +206,3 @@ def lift_constants(traced: Trace) -> None:
             traced.tensors[lifted[name].name] = value
         node.replace_all_uses_with(lifted[name])
         traced.graph.erase_node(node)
-
-
-def untraceable(error: BaseException) -> UntraceableLoopError:
-    """Turn Dynamo's refusal into one error with the user's file, line and text."""
-    reason = str(error).split("\n\nfrom user code")[0].strip()
-    fault = UntraceableLoopError(
-        "the draft loop cannot be traced",
-        reason.splitlines()[0] if reason else type(error).__name__,
-        "a loop of tensor operations with control flow on Python values only",
-        f"Change the statement, or run mode='split'. Dynamo says:\n{reason}",
-        user_line(error),
-    )
-    fault.in_builder = any(f.name == "build_or_refresh" for f in getattr(error, "real_stack", None) or ())
-    return fault
-
-
-def user_line(error: BaseException) -> SourceLine | None:
-    """The innermost line of the user's code that an exception of Dynamo (or any exception) points at."""
-    stack = getattr(error, "real_stack", None)
-    found = [SourceLine.of(f.filename, f.lineno or 0) for f in stack or ()]
-    cause: BaseException | None = error
-    while cause is not None:
-        tb = cause.__traceback__
-        while tb is not None:
-            found.append(SourceLine.of(tb.tb_frame.f_code.co_filename, tb.tb_lineno))
-            tb = tb.tb_next
-        cause = cause.__cause__
-    users = [f for f in found if not ir.is_own_file(f.file) and not f.file.startswith("<")]
-    stacked = users[: len(stack or ())]
-    return next(iter(reversed(stacked or users)), None)

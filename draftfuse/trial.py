@@ -21,10 +21,10 @@ from draftfuse import python_state
 from draftfuse.compare import Rows, differences
 from draftfuse.errors import SourceLine, UnsafeLoopError
 from draftfuse.journal import Journal
-from draftfuse.lint import named_failures
 from draftfuse.numbering import LARGEST, TAP, Call, Numbering, Table, reachable, storage_of
 from draftfuse.passes import ir
 from draftfuse.passes.erase_taps import tap_lines
+from draftfuse.probe import named_failures
 from draftfuse.trace import Trace
 
 Run = Callable[[], None]

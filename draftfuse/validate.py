@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
+from types import NoneType
 from typing import Any, NoReturn
 
 import torch
@@ -52,6 +53,10 @@ def _first_method(klass: type) -> SourceLine | None:
 
 def check_speculator(spec: Any) -> None:
     """Raise :class:`InvalidSpeculatorError` unless ``spec`` has the protocol's attributes with sound values."""
+    if isinstance(spec, (type, NoneType, str, int, float)) or inspect.isroutine(spec):
+        came = "None" if spec is None else f"{spec!r}, a {type(spec).__name__}"
+        todo = "Return the speculator from the factory, or call what makes it, and pass that."
+        raise InvalidSpeculatorError("this is no speculator", came, "an object with draftfuse.Speculator's names", todo)
     for name in ("num_speculative_tokens", "max_num_reqs", "max_model_len"):
         _check_count(spec, name)
     for name in ("forward", "sample", "advance"):
@@ -264,6 +269,10 @@ def _explain_batch(spec: Any, batch: DraftBatch) -> NoReturn:
     def fail(what: str, came: object, expected: object) -> NoReturn:
         raise InvalidBatchError(what, came, expected, "Correct or split the batch, or compile a larger speculator.")
 
+    if not any(hasattr(batch, name) for name in (*_COUNTS, *_PER_ROW, *_PER_TOKEN)):
+        came = "None" if batch is None else type(batch).__name__
+        todo = "Hand over the verified tokens of this scheduler step; DraftBatch documents its fields."
+        raise InvalidBatchError("the batch is no DraftBatch", came, "draftfuse.DraftBatch", todo)
     for name in _COUNTS:
         if type(number := getattr(batch, name, None)) is not int:
             fail(f"batch.{name} is no count", repr(number), "an int")

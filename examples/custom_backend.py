@@ -24,8 +24,8 @@ SINKS, WINDOW, HIDDEN, HEAD, PAGE, ROWS, K = 4, 8, 64, 16, 16, 3, 5
 class SinkMetadata:
     """Slots of the sinks and of the window, -1 where there is none."""
 
-    slots: Tensor  # i32[R, SINKS + WINDOW]
-    lens: Tensor  # i32[R]
+    slots: Tensor  # i32[T, SINKS + WINDOW]
+    lens: Tensor  # i32[T]
     slot_mapping: Tensor
 
 
@@ -33,14 +33,16 @@ class SinkBuilder:
     """The whole backend: what attention reads, from what the loop holds."""
 
     def build(self, common: draftfuse.CommonMetadata) -> SinkMetadata:
-        """Positions of both parts, through the block table."""
-        length = common.seq_lens.to(torch.int64).unsqueeze(1)
+        """Positions of both parts for each token, through the block table; draft prefill has several tokens a row."""
+        tokens = torch.arange(common.num_tokens, dtype=torch.int32, device=common.positions.device)
+        row = torch.searchsorted(common.query_start_loc[1:], tokens, right=True).clamp(max=common.num_reqs - 1)
+        length = torch.minimum(common.positions + 1, common.seq_lens[row]).unsqueeze(1)
         sinks = torch.arange(SINKS, device=length.device).expand(length.shape[0], SINKS)
         window = (length - WINDOW).clamp(min=SINKS) + torch.arange(WINDOW, device=length.device)
         at = torch.cat([sinks, window], dim=1)
         column = (at // common.page_size).clamp(max=common.block_table.shape[1] - 1)
-        slots = common.block_table.gather(1, column) * common.page_size + at % common.page_size
-        full = torch.full_like(common.seq_lens, SINKS + WINDOW)
+        slots = common.block_table[row.unsqueeze(1), column] * common.page_size + at % common.page_size
+        full = torch.full_like(tokens, SINKS + WINDOW)
         return SinkMetadata(torch.where(at < length, slots, -1).to(torch.int32), full, common.slot_mapping)
 
 
@@ -61,6 +63,7 @@ class Drafter(draftfuse.Speculator):
         self.qkv = torch.randn(HIDDEN, 3 * HEAD, device=device) * HIDDEN**-0.5
         self.out = torch.randn(HEAD, HIDDEN, device=device) * HEAD**-0.5
         self.embedding = torch.randn(100, HIDDEN, device=device)
+        self.head = torch.randn(HIDDEN, 100, device=device)
 
     def forward(self, inputs: draftfuse.DraftInputs, metadata: Any) -> tuple[Tensor, Tensor]:
         """Write the key and value, attend sinks and window."""
@@ -74,7 +77,7 @@ class Drafter(draftfuse.Speculator):
 
     def sample(self, hidden: Tensor, step: int) -> Tensor:
         """Greedy."""
-        return (hidden @ self.embedding.T).argmax(-1)
+        return (hidden @ self.head).argmax(-1)
 
 
 def make() -> Drafter:
@@ -83,15 +86,35 @@ def make() -> Drafter:
     return Drafter("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def verified(device: torch.device) -> draftfuse.DraftBatch:
+    """Three requests of 20, 15 and 3 tokens, of which the target has just verified 4, 1 and 3."""
+    ends, counts = torch.tensor([20, 15, 3]), torch.tensor([4, 1, 3])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    total = int(counts.sum())
+    positions = torch.cat([torch.arange(e - c, e) for e, c in zip(ends.tolist(), counts.tolist(), strict=True)])
+    return draftfuse.DraftBatch(
+        num_reqs=ROWS,
+        num_tokens=total,
+        max_seq_len=20,
+        hidden_states=torch.randn(total, HIDDEN, generator=torch.Generator().manual_seed(1)).to(device),
+        input_ids=(torch.arange(total) * 7).to(device),
+        positions=positions.to(device),
+        query_start_loc=starts.to(device, torch.int32),
+        seq_lens=ends.to(device, torch.int32),
+        num_rejected=torch.zeros(ROWS, dtype=torch.int64, device=device),
+        last_sampled=torch.tensor([11, 42, 73], device=device),
+        temperature=torch.zeros(ROWS, device=device),
+        seeds=torch.arange(ROWS, device=device),
+        idx_mapping=torch.arange(ROWS, device=device),
+    )
+
+
 def draft(mode: str) -> tuple[list[list[int]], draftfuse.FusedDraft]:
-    """Draft after 20, 15 and 3 tokens of context."""
+    """Draft prefill and four decode steps."""
     spec = make()
     fused = draftfuse.compile(spec, mode=mode, compiler="none")
-    spec.inputs.seq_lens[:ROWS] = torch.tensor([20, 15, 3], dtype=torch.int32)
-    spec.inputs.positions[:ROWS] = spec.inputs.seq_lens[:ROWS] - 1
-    spec.inputs.query_start_loc.copy_(torch.arange(ROWS + 2))
-    fused.decode(ROWS)
-    return spec.inputs.draft_tokens[:ROWS].tolist(), fused
+    drafts: list[list[int]] = fused.propose(verified(spec.inputs.positions.device)).tolist()
+    return drafts, fused
 
 
 def main() -> None:

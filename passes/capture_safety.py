@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from draftfuse.passes import ir
 from draftfuse.passes.collectives import collectives_of, group_of
@@ -35,6 +36,7 @@ _INDEXED = (
 )
 _METHODS = {"item", "tolist", "cpu", "numpy"}
 _FUNCTIONS = {"tensor", "as_tensor", "from_numpy"}
+UNBOUND = "a replay runs no Python, so it would bind nothing"
 _SEEDS = ("seed", "offset", "philox_seed", "philox_offset", "rng_state")
 
 
@@ -69,8 +71,8 @@ def capture_safety(graph: fx.Graph, around: Surroundings) -> list[Finding]:
     return found
 
 
-def _finding(node: fx.Node, severity: str, name: str, text: str, todo: str) -> Finding:
-    return Finding(severity, name, text, todo, ir.source_line(node), phase=phase_of(node))
+def _finding(node: fx.Node, severity: str, name: str, text: str, todo: str, needed: str = "") -> Finding:
+    return Finding(severity, name, text, todo, ir.source_line(node), phase=phase_of(node), needed=needed)
 
 
 def phase_of(node: fx.Node) -> str:
@@ -137,7 +139,13 @@ def _shapes(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
         masked = node.target in (aten.index.Tensor, *_INDEXED[:3]) and any(map(_is_mask, ir.nodes_in(node.args[1])))
         if node.op == "call_function" and (node.target in _SHAPES or masked or _is_repeat(node)):
             what = "a boolean mask" if masked else str(node.target)
-            yield _finding(node, ERROR, "data-dependent-shape", f"{what} makes a shape that depends on values", todo)
+            text = f"{what} makes a shape that depends on values"
+            needed = "no code can be made for a size that only the device knows" if _has_unknown_size(node) else ""
+            yield _finding(node, ERROR, "data-dependent-shape", text, todo, needed)
+
+
+def _has_unknown_size(node: fx.Node) -> bool:
+    return ir.is_tensor(node) and bool(free_unbacked_symbols(ir.value(node)))
 
 
 def _is_mask(node: fx.Node) -> bool:
@@ -163,11 +171,9 @@ def _random(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
 def _bound(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
     todo = "Allocate the tensor once, and copy_ into it."
     for node in dict.fromkeys(ir.nodes_in(graph.output_node().args[0])):
-        shape = list(map(str, ir.value(node).shape)) if ir.is_tensor(node) else ir.value(node)
-        text = (
-            f"a tensor of shape {shape} made in the loop is bound to an attribute, where no replay would bind it again"
-        )
-        yield _finding(node, ERROR, "fresh-allocation", text, todo)
+        shape = list(map(str, ir.value(node).shape))
+        text = f"a tensor of shape {shape} made here is kept by Python, where no replay would bind it again"
+        yield _finding(node, ERROR, "fresh-allocation", text, todo, UNBOUND)
 
 
 def _foreign(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
@@ -236,7 +242,8 @@ def _groups(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
             yield _finding(node, ERROR, "collective", text, todo)
         if ir.is_mutation(node):
             text = f"{node.target} writes in place, and what waits for it is another name of its argument"
-            yield _finding(node, ERROR, "collective", text, "Call the collective that returns a new tensor, and copy_.")
+            todo = "Call the collective that returns a new tensor, and copy_."
+            yield _finding(node, ERROR, "collective", text, todo, "what reads the result could run before it is there")
 
 
 _Rule = Callable[[fx.Graph, Surroundings], Iterator[Finding]]

@@ -83,7 +83,9 @@ def test_a_batch_with_a_count_that_is_none_is_refused(name: str, value: Any, wor
 
 @pytest.mark.parametrize("batch", [None, {}, torch.ones(3)], ids=["None", "dict", "tensor"])
 def test_what_is_no_batch_is_refused(batch: Any) -> None:
-    refused(lambda fused, spec: fused.propose(batch), InvalidBatchError, "batch.num_reqs is no count: got None")
+    came = "None" if batch is None else type(batch).__name__
+    words = f"the batch is no DraftBatch: got {came}, expected draftfuse.DraftBatch"
+    refused(lambda fused, spec: fused.propose(batch), InvalidBatchError, words)
 
 
 @pytest.mark.parametrize("name", ["seq_lens", "positions", "seeds", "num_rejected"])

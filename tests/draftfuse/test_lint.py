@@ -6,6 +6,7 @@ import contextvars
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor
 
 import draftfuse
-from draftfuse import CommonMetadata, DraftInputs
-from draftfuse.errors import UnsafeLoopError
-from draftfuse.lint import lint
+from draftfuse import CommonMetadata, DraftInputs, loop
+from draftfuse.errors import UnsafeLoopError, UntraceableLoopError
+from draftfuse.lint import lint, unstable
 from draftfuse.passes.findings import CLASSES, Finding
-from tests.failures.small import Small, WindowBuilder, WindowMetadata
+from draftfuse.probe import LOSES_FUSION, STAYS_FUSED
+from draftfuse.trace import trace
+from tests.failures.small import Small, WindowBuilder, WindowMetadata, batch_of, both, three_rows
 
 SCALE = torch.ones(8)
 LOG: list[int] = []
@@ -275,7 +278,7 @@ def located(found: list[Finding], name: str) -> list[int]:
 @pytest.mark.parametrize(("make", "klass", "name"), mistakes(), ids=lambda v: getattr(v, "__name__", v))
 def test_a_sample_mistake_is_reported_at_its_line(make: Callable[[], Small], klass: type, name: str) -> None:
     LOG.clear()
-    found = lint(make(), k=3)
+    found = lint(make(), k=2)
     assert line_of(klass) in located(found, name), found
     first = next(f for f in found if f.name == name and f.source is not None and f.source.line == line_of(klass))
     assert first.severity == ("warning" if name in WARNINGS or klass is Variable else "error")
@@ -373,3 +376,173 @@ def test_loops_of_another_kind_are_refused_by_name(klass: type[Small], words: st
         draftfuse.compile(klass(k=3), compiler="none").decode(2)
     assert "Draft a chain" in str(caught.value)
     assert [f.name for f in lint(klass(k=3)) if f.is_error] == ["loop-kind"]
+
+
+class InPrefill(Small):
+    """Does something wrong in draft prefill only."""
+
+    def __init__(self, wrong: str) -> None:
+        super().__init__()
+        self.wrong = wrong
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        x = super().enter(inputs)
+        if x.shape[0] != inputs.seq_lens.shape[0]:
+            if self.wrong == "sync":
+                return x * inputs.seq_lens.max().item()  # sync
+            if self.wrong == "raises":
+                raise ValueError("no")  # raises
+            draftfuse.ops.write_kv(x, x, self.key, self.value, inputs.positions)  # operator
+        return x
+
+
+@pytest.mark.parametrize(
+    ("wrong", "severity", "name", "words"),
+    [
+        ("sync", "warning", "host-sync", "draft prefill runs eagerly because of it"),
+        ("raises", "error", "failure", "the loop fails at draft step 0, prefill: got ValueError: no"),
+        ("operator", "error", "failure", "key has 2 dims at draft step 0, prefill: got (8, 8)"),
+    ],
+)
+def test_draft_prefill_is_looked_at(wrong: str, severity: str, name: str, words: str) -> None:
+    (found,) = lint(InPrefill(wrong), k=1)
+    assert (found.severity, found.name) == (severity, name)
+    assert words in found.text
+    assert found.source is not None
+    assert found.source.text.endswith(f"# {wrong}")
+
+
+class AllowedInVain(Small):
+    """Mistakes that compiling cannot do without, each with a comment."""
+
+    def __init__(self, wrong: str) -> None:
+        super().__init__(k=2)
+        self.wrong = wrong
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        x = super().enter(inputs)
+        if self.wrong == "fresh-allocation":
+            self.entered = x  # draftfuse: allow[fresh-allocation] it is small
+        if self.wrong == "data-dependent-shape":
+            return x * inputs.seq_lens.nonzero().sum()  # draftfuse: allow[data-dependent-shape] it is small
+        if self.wrong == "python-branch" and inputs.seq_lens.sum() > 7:  # draftfuse: allow[python-branch] rare
+            return x * 2
+        return x
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:  # draftfuse: allow[loop-kind] it is a tree
+        tokens = super().sample(hidden, step)
+        return torch.stack([tokens, tokens], 1) if self.wrong == "loop-kind" else tokens
+
+
+@pytest.mark.parametrize("name", ["fresh-allocation", "data-dependent-shape", "python-branch", "loop-kind"])
+def test_what_compile_refuses_all_the_same_cannot_be_allowed(name: str) -> None:
+    found = [f for f in lint(AllowedInVain(name)) if f.name == name]
+    assert any(f.is_error and "It cannot be allowed: " in f.todo for f in found)
+    assert not any(f.allowed for f in found)
+    with pytest.raises((UnsafeLoopError, UntraceableLoopError)):
+        draftfuse.compile(AllowedInVain(name), compiler="none").decode(2)
+
+
+@pytest.mark.parametrize("klass", [ListLog, GlobalLog])
+def test_a_size_that_python_keeps_is_a_side_effect_for_lint_and_compile(klass: type[Small]) -> None:
+    spec = klass(k=2) if klass is GlobalLog else klass()
+    fused = draftfuse.compile(spec, compiler="none", num_speculative_tokens=2)
+    fused.decode(2)
+    (found,) = fused.report.findings
+    assert (found.name, found.severity, located([found], "side-effect")) == ("side-effect", "warning", [line_of(klass)])
+    assert fused.report.fallbacks == []
+
+
+class Misspelt(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        return super().enter(inputs) * 2  # draftfuse: allow[host_sync] not the name
+
+
+def test_a_comment_without_a_class_is_found_where_nothing_else_is() -> None:
+    (found,) = lint(Misspelt(), k=1)
+    assert (found.name, found.severity) == ("comment", "warning")
+    assert "host-sync" in found.todo
+
+
+class BranchingBuilder(WindowBuilder):
+    def build(self, common: CommonMetadata) -> WindowMetadata:
+        made = super().build(common)
+        return made if common.seq_lens.sum() > 7 else super().build(common)
+
+
+def test_advice_is_to_run_what_can_run() -> None:
+    with pytest.raises(UntraceableLoopError) as caught:
+        draftfuse.compile(Branch(k=2), compiler="none", mode="split").decode(2)
+    lines = str(caught.value).splitlines()
+    assert "Keep the value in a tensor" in lines[0]
+    assert "mode='eager' runs it as it is; split steps are traced too" in lines[0]
+    assert len(lines) == 2  # the second one is the user's
+    draftfuse.compile(Branch(k=2), compiler="none", mode="eager").decode(2)
+    with pytest.raises(UntraceableLoopError, match="it may stay with mode='auto' or 'split'"):
+        trace(loop.decode_loop, (Small(k=2, builder=BranchingBuilder()), 2, 2, loop.graph_tap))
+    fused = draftfuse.compile(Small(k=2, builder=BranchingBuilder()), compiler="none")
+    fused.decode(2)
+    assert [f.mode for f in fused.report.fallbacks] == ["split"]
+
+
+def test_a_trace_that_is_not_stable_has_a_line() -> None:
+    spec = Scaled()
+    first = trace(loop.decode_loop, (spec, 2, 2, loop.graph_tap))
+    (found,) = unstable(spec, 2, 2, first)
+    assert "aten.mul.Tensor(_, 1) became aten.mul.Tensor(_, 2)" in found.text
+    assert found.source is not None
+    assert found.source.line == line_of(Scaled)
+
+
+class Scaled(Small):
+    calls = 0
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        self.calls += 1
+        return super().enter(inputs) * self.calls  # here
+
+
+class Flagged(Small):
+    """Sets a flag that it never reads."""
+
+    seen = False
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        self.seen = True  # here
+        return super().enter(inputs)
+
+
+@pytest.mark.parametrize(("klass", "change"), [(Counter, "spec.calls: 0 -> 1"), (Flagged, "spec.seen: False -> True")])
+def test_a_change_of_python_state_says_what_it_means_for_fusion(klass: type[Small], change: str) -> None:
+    spec = klass(k=2)
+    fused = draftfuse.compile(spec, compiler="none", request_capacities=[4])
+    fused.propose(three_rows(spec))
+    (found,) = fused.report.findings
+    assert f"at {change}: " in found.text
+    assert found.text.endswith(LOSES_FUSION if klass is Counter else STAYS_FUSED)
+    fused.propose(three_rows(spec))
+    assert bool(fused.report.fallbacks) == (klass is Counter)
+
+
+class CountsPrefills(Small):
+    """Computes with a count of draft prefills."""
+
+    prefills = 0
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        x = super().enter(inputs)
+        if x.shape[0] != inputs.seq_lens.shape[0]:
+            self.prefills += 1  # here
+            return x * self.prefills
+        return x
+
+
+def test_python_state_that_only_draft_prefill_computes_with_is_not_frozen() -> None:
+    def batch(spec: Small, seed: int = 0) -> draftfuse.DraftBatch:
+        return replace(batch_of(spec, [5, 9, 7], seed=seed), max_query_len=3)
+
+    pair = both(lambda: CountsPrefills(k=2), batch)
+    pair.draft(lambda spec: batch(spec, 1))
+    (fallback,) = {f.reason: f for f in pair.fused.report.fallbacks}.values()
+    assert (fallback.what, fallback.mode) == ("prefill", "eager")
+    assert "the loop computes with what it changed" in fallback.reason

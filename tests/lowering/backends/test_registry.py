@@ -6,6 +6,7 @@ import json
 import runpy
 import subprocess
 import sys
+from ast import literal_eval
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import draftfuse
 from draftfuse.backends import PagedBuilder, backends, get_backend, unregister_backend
 from draftfuse.backends_cli import render_backends
 from draftfuse.errors import InvalidOptionError
+from draftfuse.lint import lint
 from draftfuse.lowering.backends import table
 from tests.lowering.backends.rows import ROWS
 
@@ -98,7 +100,11 @@ def test_status_on_a_cuda_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_example_adds_one_and_runs_fused(capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        runpy.run_path(str(ROOT / "examples" / "custom_backend.py"), run_name="__main__")
+        made = runpy.run_path(str(ROOT / "examples" / "custom_backend.py"), run_name="__main__")
     finally:
         unregister_backend("attention_sinks")
-    assert "equal to rebuilding at every step: True" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "equal to rebuilding at every step: True" in printed
+    drafts = literal_eval(printed.split("drafts ")[1].splitlines()[0])
+    assert len({token for row in drafts for token in row}) > 5
+    assert lint(made["make"](), k=1) == []  # draft prefill, with several tokens a request
