@@ -17,10 +17,10 @@ from torch import fx
 from draftfuse.lowering.hook import sources_hash
 from draftfuse.passes import ir
 
-try:  # torch >= 2.13 asks for this class, else it bypasses its cache
+try:  # Inductor bypasses its cache where the check is not of the class that it asks for
     from torch._inductor.custom_graph_pass import CustomSchedulerPass as _Base
-except ImportError:
-    _Base = object  # type: ignore[misc, assignment]
+except ImportError:  # torch < 2.13
+    from torch._inductor.custom_graph_pass import CustomGraphPass as _Base  # type: ignore[assignment]
 
 
 class SchedulerCheck(_Base):
