@@ -16,14 +16,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from draftfuse.lowering.check import SchedulerCheck
 from draftfuse.lowering.inductor import compile_graph
 from draftfuse.lowering.partition import Segment
+from draftfuse.lowering.stored_code import StoredCode
 from draftfuse.lowering.workarounds import work_around
 from draftfuse.passes import ir
 from draftfuse.passes.render import canonical
 
 aten = torch.ops.aten
 _INTEGERS = (torch.int32, torch.int64, torch.bool, torch.uint8)
-# A vector and a scalar version of each of many short loops take g++ three times as long as the scalar ones alone.
-SCALAR_OPTIONS: dict[str, Any] = {"cpp.simdlen": 1}
 
 
 @dataclass
@@ -201,16 +200,23 @@ def _append_stores(graph: fx.Graph, stored: Sequence[int]) -> None:
     graph.output_node().args = (tuple(results[:keep]),)
 
 
-def compile_segment(extracted: Extracted, fake_mode: Any, options: dict[str, Any]) -> Compiled:
-    """Compile one segment; raises what Inductor raises."""
+def compile_segment(extracted: Extracted, fake_mode: Any, stored: StoredCode) -> Compiled:
+    """Code for one segment, from disk where it was compiled before; raises what Inductor raises."""
     with torch.no_grad(), V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
+        inputs = [ir.value(n) for n in extracted.inputs]
+        note = stored.note_of(extracted.key, inputs)
+        if note is not None and (found := stored.load(note, inputs)) is not None:
+            return Compiled(*found)
         flat = decompose(extracted, fake_mode)
         fakes = [ir.value(n) for n in ir.placeholders(flat.graph)]
         static = [i for i, v in enumerate(fakes) if isinstance(v, Tensor)]
         known = len(fake_mode.shape_env.guards)
-        options = (SCALAR_OPTIONS if _is_row_arithmetic(flat.graph) else {}) | options
-        run, findings = compile_graph(flat, fakes, static, SchedulerCheck(extracted.key), options)
+        scalar = _is_row_arithmetic(flat.graph)
+        check = SchedulerCheck(extracted.key)
+        run, findings = compile_graph(flat, fakes, static, check, stored.with_scalars(scalar))
         guards = [g.expr for g in fake_mode.shape_env.guards[known:]]
+        if note is not None and not findings:
+            stored.save(note, run, scalar)
     return Compiled(run, guards, findings)
 
 
