@@ -152,7 +152,7 @@ def _compile_segments(emission: Emission, options: dict[str, Any], progress: Cal
         keys.add(extracted.key)
         identity = (extracted.key, repr(sorted(options.items())))
         if identity not in _COMPILED:
-            progress(f"segment {len(keys)}: {len(extracted.module.graph.nodes)} nodes")
+            progress(f"segment {len(keys)}: {len(extracted.graph.nodes)} nodes")
             _COMPILED[identity] = _refuse_faults(compile_segment(extracted, emission.fake_mode, stored))
         emission.calls[index], emission.extracted[index] = _COMPILED[identity], extracted
     emission.unique = len(keys)

@@ -16,6 +16,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import CompiledTritonKernels
 from torch._inductor.codecache import FxGraphCache, FxGraphCachePickler, FxGraphHashDetails
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.output_code import CompiledFxGraphConstants
 from torch._inductor.utils import BoxedBool
 
@@ -62,6 +63,11 @@ def _compile(module: fx.GraphModule, fakes: Sequence[Any], static: Sequence[int]
 
 def _kwargs() -> dict[str, Any]:
     return {"cudagraphs": BoxedBool(False), "is_inference": True}
+
+
+def decomposition_table() -> Any:
+    """Inductor's decompositions."""
+    return select_decomp_table()
 
 
 def name_of(compiled: Any) -> str | None:

@@ -20,7 +20,7 @@ from torch._C._dynamo.guards import GlobalStateGuard
 
 from draftfuse.lowering import kept_file
 from draftfuse.lowering.hook import sources_hash
-from draftfuse.lowering.inductor import load_graph, name_of, surroundings
+from draftfuse.lowering.inductor import decomposition_table, load_graph, name_of, surroundings
 from draftfuse.passes import ir
 from draftfuse.passes.expressions import NotPlain, from_plain, to_plain
 
@@ -90,9 +90,7 @@ class StoredCode:
 
 def has_foreign_decompositions() -> bool:
     """Whether somebody else's code decomposes operators of PyTorch: the names know nothing of that."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    table: dict[Any, Any] = select_decomp_table()
+    table: dict[Any, Any] = decomposition_table()
     return any(_is_foreign(f) for op, f in table.items() if getattr(op, "namespace", "") in ("aten", "prims"))
 
 
