@@ -53,7 +53,9 @@ class StoredCode:
         try:
             found = kept_file.read(note)
             guards = [from_plain(g, self.symbol) for g in found["guards"]]
+            known = len(self.env.guards) if self.env is not None else 0
             run = load_graph(found["name"], inputs, self.with_scalars(found["scalar"]))
+            guards += [g.expr for g in self.env.guards[known:]] if self.env is not None else []
         except Exception:  # no note, or a damaged one, or one of code that is gone: it is compiled
             return None
         return None if run is None else (run, guards)
