@@ -20,7 +20,6 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard
@@ -28,6 +27,7 @@ from torch._C._dynamo.guards import GlobalStateGuard
 from draftfuse import python_state, stored_reads
 from draftfuse.dispatch import Descriptor
 from draftfuse.fingerprints import name_of, patched
+from draftfuse.lowering import kept_file
 from draftfuse.module_hooks import ModuleHooks
 from draftfuse.paths import MISSING, plain
 from draftfuse.trace import Trace
@@ -293,9 +293,7 @@ def _baked(value: Any) -> Any:
 
 def folder() -> Path:
     """Where traces are kept: beside what Inductor keeps."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "draftfuse" / "traces"
+    return kept_file.cached("traces")
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -304,20 +302,16 @@ def read(file: Path) -> dict[str, Any]:
     Raises:
         NotCacheable: the file was cut off, or is another's.
     """
-    digest, _, text = file.read_text(encoding="utf-8").partition("\n")
-    if hashlib.sha256(text.encode()).hexdigest() != digest:
-        raise NotCacheable("the file is damaged")
-    data: dict[str, Any] = json.loads(text)
+    try:
+        data: dict[str, Any] = kept_file.read(file)
+    except kept_file.Damaged as reason:
+        raise NotCacheable("the file is damaged") from reason
     return data
 
 
 def write(file: Path, data: dict[str, Any]) -> None:
     """Write a file whole, and drop the oldest where there are too many."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(data)
-    temporary = file.with_suffix(f".{uuid4().hex}")
-    temporary.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}", encoding="utf-8")
-    temporary.replace(file)
+    kept_file.write(file, data)
     found = sorted(file.parent.iterdir(), key=_age, reverse=True)
     for old in found[:-KEPT]:
         old.unlink(missing_ok=True)

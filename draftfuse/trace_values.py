@@ -9,22 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy import functions
 
 from draftfuse.passes import ir
+from draftfuse.passes.expressions import NotPlain, from_plain, to_plain
 from draftfuse.trace_facts import NotCacheable
 
-_HEADS: dict[str, Any] = {
-    **{n: getattr(sympy, n) for n in ("Add", "Mul", "Pow", "And", "Or", "Not")},
-    **{h.__name__: h for h in (sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)},
-    **{n: getattr(functions, n) for n in ("FloorDiv", "Mod", "PythonMod", "CleanDiv", "CeilToInt", "Max", "Min")},
-}
 _BATCH = 16
 
 
@@ -51,15 +45,10 @@ class Writer:
 
     def expression(self, expr: Any) -> Any:
         """A sympy expression: the symbol, a number, or a function of such."""
-        if isinstance(expr, int) or expr in (sympy.true, sympy.false):
-            return int(expr)
-        if expr == self.symbol:
-            return "n"
-        if isinstance(expr, sympy.Integer):
-            return int(expr)
-        if _HEADS.get(name := type(expr).__name__) is not type(expr):
-            raise NotCacheable(f"a size {expr}")
-        return [name, *map(self.expression, expr.args)]
+        try:
+            return to_plain(expr, self.symbol)
+        except NotPlain as reason:
+            raise NotCacheable(str(reason)) from reason
 
     def _layout(self, value: Tensor) -> int:
         constant = getattr(value, "constant", None) is not None
@@ -126,7 +115,7 @@ class Reader:
         if (key := repr(data)) not in self._numbers:
             assert self.symbol is not None
             node = self.symbol.node
-            expr = expression(data, node.expr)
+            expr = from_plain(data, node.expr)
             hint = int(expr.subs(node.expr, node.hint))
             self._numbers[key] = self.symbol if data == "n" else node.shape_env.create_symintnode(expr, hint=hint)
         return self._numbers[key]
@@ -176,16 +165,6 @@ def _size(value: Tensor) -> Any:
     return ir.expression(value.untyped_storage().nbytes())
 
 
-def expression(data: Any, symbol: Any) -> Any:
-    """The sympy expression behind :meth:`Writer.expression`."""
-    if data == "n":
-        return symbol
-    if isinstance(data, int):
-        return sympy.Integer(data)
-    name, *args = data
-    return _HEADS[name](*(expression(a, symbol) for a in args))
-
-
 def new_symbol(name: str, source: str, hint: int, guards: Iterable[Any]) -> tuple[FakeTensorMode, torch.SymInt]:
     """A fake mode with one symbol, about which the environment knows what ``guards`` say.
 
@@ -197,6 +176,6 @@ def new_symbol(name: str, source: str, hint: int, guards: Iterable[Any]) -> tupl
     if str(symbol := number.node.expr) != name:
         raise NotCacheable(f"the symbol {name} would be {symbol}")
     for guard in guards:
-        if not env.evaluate_expr(expression(guard, symbol)):
+        if not env.evaluate_expr(from_plain(guard, symbol)):
             raise NotCacheable(f"the guard {guard} does not hold at {hint}")
     return FakeTensorMode(shape_env=env), number

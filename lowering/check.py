@@ -6,7 +6,6 @@ verdict is kept in a file beside that cache, under the key of the segment.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from draftfuse.lowering import kept_file
 from draftfuse.lowering.hook import sources_hash
 from draftfuse.passes import ir
 
-try:  # torch >= 2.13 asks for this class, else it bypasses its cache
+try:  # Inductor bypasses its cache where the check is not of the class that it asks for
     from torch._inductor.custom_graph_pass import CustomSchedulerPass as _Base
-except ImportError:
-    _Base = object  # type: ignore[misc, assignment]
+except ImportError:  # torch < 2.13
+    from torch._inductor.custom_graph_pass import CustomGraphPass as _Base  # type: ignore[assignment]
 
 
 class SchedulerCheck(_Base):
@@ -48,22 +48,18 @@ class SchedulerCheck(_Base):
         """Findings of this compile or, for code from a cache, of the compile that made it; None = unknown."""
         file = verdict_file(self.key)
         if self.ran:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_suffix(f".{id(self)}")
-            temporary.write_text(json.dumps(self.findings))
-            temporary.replace(file)
+            kept_file.write(file, self.findings)
             return self.findings
-        if not file.exists():
+        try:
+            found: list[str] = kept_file.read(file)
+        except (kept_file.Damaged, OSError):
             return None
-        found: list[str] = json.loads(file.read_text())
         return found
 
 
 def verdict_file(key: str) -> Path:
     """Where the verdict on the segment ``key`` is kept."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "draftfuse" / f"{sources_hash()[:16]}-{key[:32]}.json"
+    return kept_file.cached(f"{sources_hash()[:16]}-{key[:32]}.json")
 
 
 def find_faults(nodes: list[Any], several_writes: bool = False) -> list[str]:

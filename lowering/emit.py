@@ -25,6 +25,7 @@ from draftfuse.lowering.segment import (
     holds,
     share_outputs,
 )
+from draftfuse.lowering.stored_code import StoredCode
 from draftfuse.lowering.whole import compile_whole, extract_whole
 from draftfuse.lowering.workspace import Workspace
 from draftfuse.passes import ir
@@ -145,12 +146,14 @@ def _compile_segments(emission: Emission, options: dict[str, Any], progress: Cal
     found = {i: e for i, t in enumerate(emission.program.items) if (e := _extract_item(t, emission.symbol)) is not None}
     regions = [i for i in found if isinstance(emission.program.items[i], Segment)]
     found |= dict(zip(regions, share_outputs([found[i] for i in regions]), strict=True))
+    symbol = ir.value(emission.symbol) if emission.symbol is not None else None
+    stored = StoredCode(emission.fake_mode, symbol, options)
     for index, extracted in found.items():
         keys.add(extracted.key)
         identity = (extracted.key, repr(sorted(options.items())))
         if identity not in _COMPILED:
-            progress(f"segment {len(keys)}: {len(extracted.module.graph.nodes)} nodes")
-            _COMPILED[identity] = _refuse_faults(compile_segment(extracted, emission.fake_mode, options))
+            progress(f"segment {len(keys)}: {len(extracted.graph.nodes)} nodes")
+            _COMPILED[identity] = _refuse_faults(compile_segment(extracted, emission.fake_mode, stored))
         emission.calls[index], emission.extracted[index] = _COMPILED[identity], extracted
     emission.unique = len(keys)
 

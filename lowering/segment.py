@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,23 +14,22 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from draftfuse.lowering.check import SchedulerCheck
-from draftfuse.lowering.inductor import compile_graph
+from draftfuse.lowering.inductor import compile_graph, decomposition_table
 from draftfuse.lowering.partition import Segment
+from draftfuse.lowering.stored_code import StoredCode
 from draftfuse.lowering.workarounds import work_around
 from draftfuse.passes import ir
 from draftfuse.passes.render import canonical
 
 aten = torch.ops.aten
 _INTEGERS = (torch.int32, torch.int64, torch.bool, torch.uint8)
-# A vector and a scalar version of each of many short loops take g++ three times as long as the scalar ones alone.
-SCALAR_OPTIONS: dict[str, Any] = {"cpp.simdlen": 1}
 
 
 @dataclass
 class Extracted:
     """A segment as a graph of its own: what it reads, what it returns, and where it stores in place."""
 
-    module: fx.GraphModule
+    graph: fx.Graph
     inputs: list[fx.Node]  # nodes of the outer graph, in the order of the placeholders
     outputs: list[fx.Node]
     stored: list[int]  # for each store, the input that it writes
@@ -40,7 +39,9 @@ class Extracted:
     text: str = ""
 
     def __post_init__(self) -> None:
-        self.text = canonical(self.module.graph)
+        if self.key:
+            return
+        self.text = canonical(self.graph)
         self.key = hashlib.sha256(f"{self.text}{self.suffix}".encode()).hexdigest()
 
     @property
@@ -49,18 +50,27 @@ class Extracted:
         lines = self.text.splitlines()[:-1]
         return "\n".join([*lines, self.suffix])
 
+    @property
+    def results(self) -> str:
+        """What it stores, which :attr:`body` does not say."""
+        places = {node: i for i, node in enumerate(self.graph.nodes)}
+        returned: Any = self.graph.output_node().args[0]
+        return str([places[n] for n in returned[len(self.outputs) :]])
+
     def returning(self, outputs: Sequence[int]) -> Extracted:
         """The same segment with the values of ``outputs``, counted along :attr:`nodes`, as its results."""
         graph = fx.Graph()
         copies = dict[fx.Node, fx.Node]()
-        results = list(graph.graph_copy(self.module.graph, copies))  # type: ignore[arg-type]
-        inside = [copies[n] for n in self.module.graph.nodes if n.op == "call_function"]
+        results = list(graph.graph_copy(self.graph, copies))  # type: ignore[arg-type]
+        inside = [copies[n] for n in self.graph.nodes if n.op == "call_function"]
         stores = results[len(self.outputs) :]
         graph.output((*(inside[i] for i in outputs), *stores))
         chosen = [self.nodes[i] for i in outputs]
-        return Extracted(
-            fx.GraphModule(torch.nn.Module(), graph), self.inputs, chosen, self.stored, self.nodes, self.suffix
-        )
+        return Extracted(graph, self.inputs, chosen, self.stored, self.nodes, self.suffix)
+
+    def like(self, other: Extracted, outputs: Sequence[int]) -> Extracted:
+        """What :meth:`returning` gives, where it gave ``other`` for a segment that computes and stores the same."""
+        return replace(other, inputs=self.inputs, outputs=[self.nodes[i] for i in outputs], nodes=self.nodes)
 
 
 def extract(segment: Segment, symbol: fx.Node | None) -> Extracted:
@@ -84,7 +94,7 @@ def extract(segment: Segment, symbol: fx.Node | None) -> Extracted:
     graph.output((*(copies[n] for n in outputs), *stores))
     stored = [inputs.index(t) for t in targets]  # type: ignore[arg-type]
     suffix = f"\nstores {stored} hint {_hint(symbol)}"
-    return Extracted(fx.GraphModule(torch.nn.Module(), graph), inputs, outputs, stored, nodes, suffix)
+    return Extracted(graph, inputs, outputs, stored, nodes, suffix)
 
 
 def share_outputs(segments: Sequence[Extracted]) -> list[Extracted]:
@@ -96,11 +106,15 @@ def share_outputs(segments: Sequence[Extracted]) -> list[Extracted]:
     for segment in segments:
         places = {node: i for i, node in enumerate(segment.nodes)}
         wanted.setdefault(segment.body, set()).update(places[n] for n in segment.outputs)
-    shared = []
+    shared, made = list[Extracted](), dict[tuple[str, str], Extracted]()
     for segment in segments:
-        union = sorted(wanted[segment.body])
-        alike = len(union) == len(segment.outputs) or not all(_is_on_cpu(segment.nodes[i]) for i in union)
-        shared.append(segment if alike else segment.returning(union))
+        union, same = sorted(wanted[segment.body]), (segment.body, segment.results)
+        other = made.get(same)
+        if len(union) == len(segment.outputs) or not all(_is_on_cpu(segment.nodes[i]) for i in union):
+            shared.append(segment)
+        else:
+            shared.append(segment.returning(union) if other is None else segment.like(other, union))
+            made[same] = shared[-1]
     return shared
 
 
@@ -125,7 +139,7 @@ def extract_refresh(node: fx.Node, symbol: fx.Node | None) -> Extracted:
     graph.output(graph.graph_copy(body.graph, copies))
     stored = [inputs.index(r) for r in rows]  # type: ignore[union-attr]
     suffix = f"\nstores {stored} hint {_hint(symbol)}"
-    return Extracted(fx.GraphModule(torch.nn.Module(), graph), inputs, [], stored, suffix=suffix)
+    return Extracted(graph, inputs, [], stored, suffix=suffix)
 
 
 def _hint(symbol: fx.Node | None) -> object:
@@ -172,18 +186,16 @@ def holds(guards: Sequence[Any], num_reqs: int) -> bool:
     return all(guard.subs(dict.fromkeys(guard.free_symbols, num_reqs)) == True for guard in guards)  # noqa: E712
 
 
-def decomposition_table() -> Any:
-    """Inductor's decompositions."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    return select_decomp_table()
+def interpreter(extracted: Extracted) -> fx.Interpreter:
+    """Runs the segment as it stands; to write its Python would take longer."""
+    return fx.Interpreter(torch.nn.Module(), graph=extracted.graph)
 
 
 def decompose(extracted: Extracted, fake_mode: Any) -> fx.GraphModule:
     """The segment as Inductor's own operators, with its stores as trailing ``copy_``."""
     fakes = [ir.value(n) for n in extracted.inputs]
     with fake_mode:
-        flat = make_fx(fx.Interpreter(extracted.module).run, decomposition_table=decomposition_table())(*fakes)
+        flat = make_fx(interpreter(extracted).run, decomposition_table=decomposition_table())(*fakes)
     work_around(flat.graph)
     _append_stores(flat.graph, extracted.stored)
     flat.recompile()
@@ -201,16 +213,23 @@ def _append_stores(graph: fx.Graph, stored: Sequence[int]) -> None:
     graph.output_node().args = (tuple(results[:keep]),)
 
 
-def compile_segment(extracted: Extracted, fake_mode: Any, options: dict[str, Any]) -> Compiled:
-    """Compile one segment; raises what Inductor raises."""
+def compile_segment(extracted: Extracted, fake_mode: Any, stored: StoredCode) -> Compiled:
+    """Code for one segment, from disk where it was compiled before; raises what Inductor raises."""
     with torch.no_grad(), V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
+        inputs = [ir.value(n) for n in extracted.inputs]
+        note = stored.note_of(extracted.key, inputs)
+        if note is not None and (found := stored.load(note, inputs)) is not None:
+            return Compiled(*found)
         flat = decompose(extracted, fake_mode)
         fakes = [ir.value(n) for n in ir.placeholders(flat.graph)]
         static = [i for i, v in enumerate(fakes) if isinstance(v, Tensor)]
         known = len(fake_mode.shape_env.guards)
-        options = (SCALAR_OPTIONS if _is_row_arithmetic(flat.graph) else {}) | options
-        run, findings = compile_graph(flat, fakes, static, SchedulerCheck(extracted.key), options)
+        scalar = _is_row_arithmetic(flat.graph)
+        check = SchedulerCheck(extracted.key)
+        run, findings = compile_graph(flat, fakes, static, check, stored.with_scalars(scalar))
         guards = [g.expr for g in fake_mode.shape_env.guards[known:]]
+        if note is not None and not findings:
+            stored.save(note, run, scalar)
     return Compiled(run, guards, findings)
 
 

@@ -25,8 +25,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from draftfuse.lowering.check import VersionCheck
 from draftfuse.lowering.effects import OWN_NAMESPACES
 from draftfuse.lowering.generated import register_wrapper
-from draftfuse.lowering.inductor import compile_graph
-from draftfuse.lowering.segment import Compiled, Extracted, decomposition_table
+from draftfuse.lowering.inductor import compile_graph, decomposition_table
+from draftfuse.lowering.segment import Compiled, Extracted, interpreter
 from draftfuse.lowering.workarounds import work_around
 from draftfuse.passes import ir
 
@@ -45,7 +45,7 @@ def extract_whole(graph: fx.Graph) -> Extracted:
         copies[node].target = owned_operator(node)
         copies[node].meta = {"val": ir.value(node)}
     copy.output(())
-    return Extracted(fx.GraphModule(torch.nn.Module(), copy), inputs, [], [], suffix="\nwhole")
+    return Extracted(copy, inputs, [], [], suffix="\nwhole")
 
 
 def owned_operator(node: fx.Node) -> Any:
@@ -82,7 +82,7 @@ def compile_whole(extracted: Extracted, fake_mode: Any, options: dict[str, Any])
     fakes = [ir.value(n) for n in extracted.inputs]
     with torch.no_grad(), V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
         with fake_mode:
-            flat = make_fx(fx.Interpreter(extracted.module).run, decomposition_table=decomposition_table())(*fakes)
+            flat = make_fx(interpreter(extracted).run, decomposition_table=decomposition_table())(*fakes)
         ir.undo_renames(flat.graph)
         work_around(flat.graph)
         flat.graph.output_node().args = ((),)
