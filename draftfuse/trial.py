@@ -25,6 +25,7 @@ from draftfuse.numbering import LARGEST, TAP, Call, Numbering, Table, reachable,
 from draftfuse.passes import ir
 from draftfuse.passes.erase_taps import tap_lines
 from draftfuse.probe import named_failures
+from draftfuse.state import Saved, persistent_tensors
 from draftfuse.trace import Trace
 
 Run = Callable[[], None]
@@ -58,8 +59,12 @@ class Trial:
     def agrees(self) -> bool:
         """Whether both compute the same in the same words."""
         table: Table = {}
-        with torch.no_grad():
-            return bool(self._number(self.loop, table) == self._number(self.traced, table))
+        kept = Saved(persistent_tensors(self.spec))
+        try:
+            with torch.no_grad():
+                return bool(self._number(self.loop, table) == self._number(self.traced, table))
+        finally:
+            kept.restore()
 
     def _number(self, run: Run, table: Table) -> Any:
         with self._state_kept(), Numbering(table) as numbering:
