@@ -27,7 +27,6 @@ from draftfuse.failures import ABSENT, PADDED, first_words, missing_attribute, n
 from draftfuse.groups import cuda_backend
 from draftfuse.hidden_reads import HiddenReads
 from draftfuse.journal import Journal
-from draftfuse.loop_kind import checked_kind
 from draftfuse.passes import ir
 from draftfuse.passes.capture_safety import Surroundings, capture_safety
 from draftfuse.passes.collectives import collectives_of, group_of
@@ -114,8 +113,8 @@ def probe(
     journal = Journal(on_opaque=reads)
     try:
         watches = watched_environment(), watched_ranks()
-        with watches[0] as variables, watches[1] as branches, journal, checked_kind(spec, rows) as checked:
-            _run(checked, rows, max(2, k))
+        with watches[0] as variables, watches[1] as branches, journal:
+            _run(spec, rows, max(2, k))
         after = python_state.of_speculator(spec)
         changes = [of_change(c) for c in python_changes.diff(before, after) if c.path not in hooked]
         if any(not c.is_error for c in changes):
@@ -129,9 +128,9 @@ def probe(
             syncs += dict.fromkeys(journal.syncs)
 
 
-def _run(checked: Any, rows: int, k: int) -> None:
+def _run(spec: Any, rows: int, k: int) -> None:
     with named_failures():
-        loop.decode_loop(checked, rows, k)
+        loop.decode_loop(spec, rows, k)
 
 
 def _repeats(spec: Any, rows: int, k: int) -> bool:
@@ -139,7 +138,7 @@ def _repeats(spec: Any, rows: int, k: int) -> bool:
     journal = Journal()
     try:
         with journal:
-            return repeats(lambda: loop.decode_loop(spec, rows, max(2, k)))
+            return repeats(lambda: _run(spec, rows, max(2, k)))
     finally:
         journal.restore()
 
@@ -265,7 +264,7 @@ def _unstable(spec: Any, rows: int, k: int, first: str) -> Iterator[Finding]:
     journal = Journal(check_indices=False)
     try:
         with journal:
-            loop.decode_loop(spec, rows, k)
+            _run(spec, rows, k)
         second = canonical(trace(loop.decode_loop, (spec, rows, k, loop.graph_tap)).graph)
     finally:
         journal.restore()

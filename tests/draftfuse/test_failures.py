@@ -124,3 +124,65 @@ def test_ranks_that_are_none_are_refused() -> None:
     fused = draftfuse.compile(Small(k=3), compiler="none")
     with pytest.raises(InvalidOptionError, match=r"across does not describe ranks: got \(1, 2\)"):
         fused.propose(three_rows(fused.spec), across=(1, 2))  # type: ignore[arg-type]
+
+
+class Returns(Small):
+    """Returns something else from one method, in the prefill as in the decode steps."""
+
+    def __init__(self, forward: Any = lambda pair: pair, sample: Any = lambda tokens: tokens) -> None:
+        super().__init__(k=3)
+        self.of_forward, self.of_sample = forward, sample
+
+    def forward(self, inputs: DraftInputs, metadata: Any) -> Any:
+        return self.of_forward(super().forward(inputs, metadata))
+
+    def sample(self, hidden: Tensor, step: int) -> Any:
+        return self.of_sample(super().sample(hidden, step))
+
+
+class OwnPrefill(Returns):
+    def prefill(self, inputs: DraftInputs, metadata: Any) -> Any:
+        return super().forward(inputs, metadata)[0]
+
+
+RESULTS: dict[str, tuple[Any, str]] = {
+    "one result": (lambda: Returns(forward=lambda pair: pair[0]), "forward does not return two tensors: got Tensor"),
+    "three": (
+        lambda: Returns(forward=lambda pair: (*pair, None)),
+        "forward does not return two tensors: got tuple of Tensor, Tensor, NoneType",
+    ),
+    "no feedback": (
+        lambda: Returns(forward=lambda pair: (pair[0], None)),
+        "forward does not return two tensors: got tuple of Tensor, NoneType",
+    ),
+    "no return": (lambda: Returns(forward=lambda pair: None), "forward does not return two tensors: got None"),
+    "two rows": (
+        lambda: Returns(forward=lambda pair: tuple(t.repeat(2, 1) for t in pair)),
+        "forward returns several positions a request: parallel heads or a tree in one step: got (",
+    ),
+    "own prefill": (OwnPrefill, "prefill does not return two tensors: got Tensor"),
+    "no tokens": (lambda: Returns(sample=lambda tokens: None), "sample does not return a tensor: got None"),
+    "a list": (lambda: Returns(sample=lambda tokens: [1, 2, 3]), "sample does not return a tensor: got list of int, int"),
+    "a tree": (
+        lambda: Returns(sample=lambda tokens: tokens.repeat(2, 1).t()),
+        "sample returns several tokens a request: a tree of drafts, or parallel heads: got (3, 2)",
+    ),
+    "too few": (lambda: Returns(sample=lambda tokens: tokens[:1]), "sample does not return one token a request: got"),
+    "a number": (lambda: Returns(sample=lambda tokens: tokens.sum()), "sample does not return one token a request: got"),
+    "int32": (
+        lambda: Returns(sample=lambda tokens: tokens.int()),
+        "sample does not return one token a request: got torch.int32[3]",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["eager", "split", "auto"])
+@pytest.mark.parametrize("case", RESULTS)
+def test_what_a_method_must_not_return_is_named(case: str, mode: str) -> None:
+    make, words = RESULTS[case]
+    fused = draftfuse.compile(make(), mode=mode, compiler="none", request_capacities=[3])
+    with pytest.raises(UnsafeLoopError) as caught:
+        fused.propose(three_rows(fused.spec), k=1)
+    assert words in str(caught.value)
+    assert caught.value.source is not None
+    assert caught.value.source.file == __file__
