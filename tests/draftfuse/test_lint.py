@@ -373,3 +373,29 @@ def test_loops_of_another_kind_are_refused_by_name(klass: type[Small], words: st
         draftfuse.compile(klass(k=3), compiler="none").decode(2)
     assert "Draft a chain" in str(caught.value)
     assert [f.name for f in lint(klass(k=3)) if f.is_error] == ["loop-kind"]
+
+
+class Divides(Small):
+    """Fails where all rows are dead: not in the first run of the lint, but in a later one."""
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        return super().enter(inputs) * (1 / int(inputs.seq_lens.max()))  # here
+
+
+class Pops(Small):
+    """Fails in the second run: the first one took what there was."""
+
+    def __init__(self) -> None:
+        super().__init__(k=2)
+        self.left = [1]
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        return super().enter(inputs) * self.left.pop()  # here
+
+
+@pytest.mark.parametrize("make", [lambda: Divides(k=2), Pops])
+def test_a_loop_that_fails_in_a_later_run_is_a_finding(make: Any) -> None:
+    (found,) = [f for f in lint(make()) if f.text.startswith("the loop fails on dummy rows at draft step")]
+    assert (found.severity, found.name) == ("error", "untraceable")
+    assert found.source is not None
+    assert found.source.text.endswith("# here")
