@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftfuse import budget, guards, loop, validate
+from draftfuse import batches, budget, guards, loop, validate
 from draftfuse.audit_report import AuditReport
 from draftfuse.build import Settings
 from draftfuse.dispatch import DECODE, PROPOSE, Decision, Descriptor, Ladder
@@ -84,12 +84,12 @@ class FusedDraft:
             InvalidBatchError, InvalidOptionError: the batch or k does not fit; nothing was written.
             StaleAddressError: memory that a captured graph holds has moved.
         """
-        validate.check_batch(self.spec, batch)
+        batches.check_batch(self.spec, batch)
         if across is not None:
             check_across(across).check(batch)
         key = (batch.num_reqs, batch.num_tokens, batch.max_query_len, k, across)
         with self._exclusive:
-            proposal = self._proposals.get(key) or self._proposal(*key)
+            proposal = (batches.are_counts(k) and self._proposals.get(key)) or self._proposal(*key)
             k = proposal.k
             if k > 0 and (batch.num_reqs > 0 or (across is not None and across.largest > 0)):
                 self._propose(batch, proposal)
@@ -112,10 +112,11 @@ class FusedDraft:
             capacity: pad to at least this many rows (all ranks of a group must agree on it).
         """
         if max_seq_len is not None:
-            validate.check_length(max_seq_len, self.spec.max_model_len)
+            batches.check_length(max_seq_len, self.spec.max_model_len)
         with self._exclusive:
             key = (num_reqs, k, capacity)
-            plan = self._calls[key] if key in self._calls else self._decode_plan(*key)
+            known = batches.are_counts(*key) and key in self._calls
+            plan = self._calls[key] if known else self._decode_plan(*key)
             if plan is not None:
                 if num_reqs < plan.descriptor.num_reqs:
                     self._loader.pad(num_reqs, plan.descriptor.num_reqs)
@@ -124,8 +125,8 @@ class FusedDraft:
 
     def _decode_plan(self, num_reqs: int, k: int | None, capacity: int | None) -> Plan | None:
         """The plan of a decode call, None where it has nothing to do; remembered by the call's own arguments."""
-        for number in (num_reqs, capacity or 0):
-            validate.check_rows(number, self.spec.max_num_reqs)
+        for number in (num_reqs, 0 if capacity is None else capacity):
+            batches.check_rows(number, self.spec.max_num_reqs)
         steps = self._check_k(self.ladder.k_for(num_reqs) if k is None else k)
         rows = max(num_reqs, capacity or 0)
         plan = None
@@ -139,7 +140,8 @@ class FusedDraft:
         self, num_reqs: int, num_tokens: int, k: int | None = None, max_query_len: int | None = None
     ) -> Decision:
         """Which graphs a batch would use, and why. A batch is uniform where ``num_tokens == num_reqs * (K + 1)``."""
-        validate.check_rows(num_reqs, self.spec.max_num_reqs)
+        batches.check_rows(num_reqs, self.spec.max_num_reqs)
+        batches.check_sizes(num_reqs, num_tokens, max_query_len)
         k = self._check_k(self.ladder.k_for(num_reqs) if k is None else k)
         uniform = num_tokens == num_reqs * self.ladder.query_len
         return self.ladder.decide(
@@ -162,7 +164,7 @@ class FusedDraft:
         With ``skip_attn`` every layer's metadata is None, as before KV caches exist.
         """
         tokens = num_reqs if num_tokens is None else num_tokens
-        validate.check_dummy(self.spec, num_reqs, tokens)
+        batches.check_dummy(self.spec, num_reqs, tokens)
         with self._exclusive:
             fill_dummy(self.spec, num_reqs, tokens // num_reqs)
             loop.dummy_prefill(self.spec, num_reqs, tokens, skip_attn)
@@ -200,7 +202,7 @@ class FusedDraft:
             wait_for(self, timeout)
 
     def close(self) -> None:
-        """Drop all graphs and code. Later calls raise :class:`ClosedError`; closing again does nothing."""
+        """Drop all graphs and code. Later calls raise :class:`ClosedError`; closing twice is once."""
         if self._exclusive.is_settled:
             return
         self._exclusive.reopen(to_close=True)
@@ -309,9 +311,9 @@ class FusedDraft:
 
     @property
     def batch_consumed(self) -> Any:
-        """Event after which the batch given to ``propose`` may be overwritten; None without CUDA.
+        """Event after which the batch given to ``propose`` may be overwritten; recorded from the first look at it on.
 
-        Recorded by every call from the first look at it on.
+        None without CUDA.
         """
         if self._batch_consumed is None and self.device.type == "cuda":
             self._batch_consumed = event_of_now()

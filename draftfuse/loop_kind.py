@@ -13,7 +13,6 @@ from torch import Tensor
 from draftfuse.errors import UnsafeLoopError
 from draftfuse.validate import source_of
 
-
 CHAIN = (
     "draftfuse compiles loops that draft one token a request a step. Draft a chain (the best token of each head "
     "fed to the next step), or keep this drafter out of draftfuse."

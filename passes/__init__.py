@@ -15,6 +15,7 @@ from pathlib import Path
 from torch import fx
 from torch._logging._internal import trace_structured
 
+from draftfuse.errors import InvalidOptionError
 from draftfuse.passes.buffers_to_values import buffers_to_values
 from draftfuse.passes.drop_dead_refresh import drop_dead_refresh
 from draftfuse.passes.erase_taps import erase_taps
@@ -106,6 +107,9 @@ def _write(graph: fx.Graph, name: str, dump: str | Path | None) -> None:
 
     trace_structured("artifact", lambda: {"name": f"draftfuse_{name}", "encoding": "string"}, payload_fn=payload)
     if dump is not None:
-        folder = Path(dump)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.py").write_text(payload())
+        try:
+            Path(dump).mkdir(parents=True, exist_ok=True)
+            Path(dump, f"{name}.py").write_text(payload(), encoding="utf-8")
+        except OSError as error:
+            todo = "Pass another folder as dump, or make room there."
+            raise InvalidOptionError("the dump cannot be written", error, "a folder to write into", todo) from error

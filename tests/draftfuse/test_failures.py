@@ -162,13 +162,19 @@ RESULTS: dict[str, tuple[Any, str]] = {
     ),
     "own prefill": (OwnPrefill, "prefill does not return two tensors: got Tensor"),
     "no tokens": (lambda: Returns(sample=lambda tokens: None), "sample does not return a tensor: got None"),
-    "a list": (lambda: Returns(sample=lambda tokens: [1, 2, 3]), "sample does not return a tensor: got list of int, int"),
+    "a list": (
+        lambda: Returns(sample=lambda tokens: [1, 2, 3]),
+        "sample does not return a tensor: got list of int, int",
+    ),
     "a tree": (
         lambda: Returns(sample=lambda tokens: tokens.repeat(2, 1).t()),
         "sample returns several tokens a request: a tree of drafts, or parallel heads: got (3, 2)",
     ),
     "too few": (lambda: Returns(sample=lambda tokens: tokens[:1]), "sample does not return one token a request: got"),
-    "a number": (lambda: Returns(sample=lambda tokens: tokens.sum()), "sample does not return one token a request: got"),
+    "a number": (
+        lambda: Returns(sample=lambda tokens: tokens.sum()),
+        "sample does not return one token a request: got",
+    ),
     "int32": (
         lambda: Returns(sample=lambda tokens: tokens.int()),
         "sample does not return one token a request: got torch.int32[3]",
