@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from draftfuse.build import Settings
 from draftfuse.dispatch import Ladder
 from draftfuse.environment import require_triton_on
 from draftfuse.fused import FusedDraft
+from draftfuse.passes.switch import is_on
+from draftfuse.variables import DISABLE, check_variables
 
 
 def compile(
@@ -54,7 +55,7 @@ def compile(
 
     Raises:
         InvalidSpeculatorError: an attribute is missing or has a wrong type, dtype or shape.
-        InvalidOptionError: an option has no meaning.
+        InvalidOptionError: an option, or an environment variable of draftfuse, has no meaning.
         MissingExtraError: the speculator is on a CUDA device, and Triton is not installed.
     """
     validate.check_option("mode", mode, validate.MODES)
@@ -73,13 +74,14 @@ def compile(
     table = validate.check_table({} if k_by_num_reqs is None else k_by_num_reqs, largest)
     capacities = validate.check_capacities(request_capacities, speculator.max_num_reqs)
     validate.check_budget(graph_memory_budget)
-    mode, disabled = ("eager", True) if os.environ.get("DRAFTFUSE_DISABLE") == "1" else (mode, False)
+    check_variables()
+    mode, disabled = ("eager", True) if is_on(DISABLE) else (mode, False)
     ladder = Ladder(capacities, largest, one_launch and mode in ("auto", "fused"), table)
     settings = Settings(compiler=compiler, emission=emission, disable=left_out, dump=dump)
     fused = FusedDraft(speculator, ladder, mode, cudagraph, pool, settings)
     fused.graph_memory_budget = graph_memory_budget
     if disabled:
-        fused.report.fall_back("everything", "eager", "DRAFTFUSE_DISABLE=1 is set")
+        fused.report.fall_back("everything", "eager", f"{DISABLE}=1 is set")
     return fused
 
 

@@ -8,7 +8,6 @@ cache does not call it.
 from __future__ import annotations
 
 import hashlib
-import os
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +23,7 @@ from draftfuse.passes import Pass, run
 from draftfuse.passes.drop_dead_refresh import drop_dead_refresh
 from draftfuse.passes.erase_taps import erase_taps
 from draftfuse.passes.hoist_invariants import hoist_invariants
+from draftfuse.passes.switch import CHECK, is_on
 
 VLLM_BASE = "vllm.compilation.passes.inductor_pass"  # home of the class that vLLM asks its passes to be
 MARKER = torch.ops.draftfuse.marker.default
@@ -51,7 +51,7 @@ class PostGradPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What Inductor puts into its cache key."""
-        return f"draftfuse-{sources_hash()}-check{os.environ.get('DRAFTFUSE_CHECK') == '1'}"
+        return f"draftfuse-{sources_hash()}-check{is_on(CHECK)}"
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
         """Part of vLLM's interface: the pass applies to every range of sizes."""

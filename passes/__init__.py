@@ -5,7 +5,6 @@ from __future__ import annotations
 if not __name__.startswith("draftfuse."):
     raise ImportError("import draftfuse.passes, not passes: a second copy of its operators would shadow the first")
 
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from draftfuse.passes.locals_to_values import locals_to_values
 from draftfuse.passes.lower_metadata_refresh import Register, lower_metadata_refresh
 from draftfuse.passes.refresh_ahead import refresh_ahead
 from draftfuse.passes.render import render
+from draftfuse.passes.switch import CHECK, is_on
 from draftfuse.passes.verify import verify
 
 Pass = Callable[[fx.Graph], int]
@@ -86,7 +86,7 @@ def run(
     Returns:
         One report a pass. Under ``DRAFTFUSE_CHECK=1`` the IR is verified after each.
     """
-    check = os.environ.get("DRAFTFUSE_CHECK") == "1"
+    check = is_on(CHECK)
     _write(graph, "00_traced", dump)
     reports = []
     for index, one in enumerate((p for p in passes if name_of(p) not in disable), start=1):

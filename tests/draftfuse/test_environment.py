@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import draftfuse
-from draftfuse import build, doctor, environment, graphs, python_state, runners
+from draftfuse import build, doctor, environment, graphs, python_state, runners, variables
 from draftfuse.cli import app
 from draftfuse.errors import (
     CaptureError,
@@ -31,6 +32,7 @@ from draftfuse.errors import (
 )
 from draftfuse.lint import lint
 from draftfuse.lowering.ops._library import require_triton
+from draftfuse.passes import switch
 from tests.draftfuse.test_lint import Appended, Tree
 from tests.failures.small import Small, three_rows
 
@@ -165,6 +167,50 @@ def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert environment.check_device("cpu") == "cpu"
     with pytest.raises(InvalidOptionError, match="unknown device: got cudda"):
         environment.check_device("cudda")
+
+
+def found_by_doctor(name: str) -> tuple[str, str]:
+    ((found, todo),) = [(f.found, f.todo) for f in doctor.doctor() if f.name == name]
+    return found, todo
+
+
+@pytest.mark.parametrize("name", [variables.DISABLE, variables.TRACE_CACHE, variables.CHECK])
+def test_a_variable_without_meaning_is_refused_and_an_empty_one_is_unset(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(InvalidOptionError, match=rf"{name} has no such value: got 'yes', expected 0 or 1 \(0 if unset"):
+        compiled(Small(k=2))
+    assert found_by_doctor(name) == ("yes", "no such value: 0 or 1 (unset: 0)")
+    monkeypatch.setenv(name, "")
+    assert not switch.is_on(name)
+    assert compiled(Small(k=2)).mode == "auto"
+    assert found_by_doctor(name) == ("empty, as if unset", "")
+
+
+def test_doctor_names_the_state_of_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(variables.VLLM, raising=False)
+    found = found_by_doctor("plug-in")[0]
+    assert "off, except by the pass hook (draftfuse.post_grad_pass in" in found
+    monkeypatch.setattr(doctor, "version_of", lambda *names: "0.25.1" if "vllm" in names else "")
+    monkeypatch.setattr(doctor.metadata, "files", lambda name: [])
+    assert found_by_doctor("plug-in") == (found, "set DRAFTFUSE_VLLM=1 to turn it on for every engine")
+    monkeypatch.setenv(variables.VLLM, "0")
+    assert found_by_doctor("plug-in") == ("off (DRAFTFUSE_VLLM=0), the pass hook too", "")
+    monkeypatch.setenv(variables.VLLM, "1")
+    assert found_by_doctor("plug-in") == ("on (DRAFTFUSE_VLLM=1)", "")
+    monkeypatch.setattr(doctor, "version_of", lambda *names: "")
+    assert found_by_doctor("plug-in")[1] == "vLLM is not installed: unset DRAFTFUSE_VLLM, or install it"
+    monkeypatch.setenv("DRAFTFUSE_VLMM", "1")
+    assert found_by_doctor("DRAFTFUSE_VLMM")[1].startswith("draftfuse reads no such variable; it reads DRAFTFUSE_DIS")
+
+
+def test_doctor_sees_that_vllm_may_not_load_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = SimpleNamespace(name="draftfuse")
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [point])
+    assert doctor._plugin_todo() == ""
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert doctor._plugin_todo().startswith("VLLM_PLUGINS=other keeps vLLM from loading it")
 
 
 def test_doctor_names_an_untested_torch(monkeypatch: pytest.MonkeyPatch) -> None:
