@@ -118,6 +118,7 @@ class FusedDraft:
             known = batches.are_counts(*key) and key in self._calls
             plan = self._calls[key] if known else self._decode_plan(*key)
             if plan is not None:
+                plan.runner.addresses.check()
                 if num_reqs < plan.descriptor.num_reqs:
                     self._loader.pad(num_reqs, plan.descriptor.num_reqs)
                 self._run(plan, num_reqs, num_reqs, max_seq_len or self.spec.max_model_len)
@@ -152,7 +153,7 @@ class FusedDraft:
         """Build and capture ahead: every capacity, largest first, for each of ``ks`` (K by default).
 
         Under ``graph_memory_budget`` a capacity whose graphs would pass the budget is left out, with a line in the
-        report; its batches pad to the next larger one that was captured.
+        report; its batches pad to the next larger one.
         """
         wanted = [self.ladder.max_k] if ks is None else validate.check_ks(ks, self.ladder.max_k)
         with self._exclusive:
@@ -170,18 +171,17 @@ class FusedDraft:
             loop.dummy_prefill(self.spec, num_reqs, tokens, skip_attn)
 
     def explain(self) -> str:
-        """Which pass changed what, in how many places, what fell back and why, what was called how often."""
+        """Which pass changed what and how often, what fell back and why, what was called how often."""
         return self.report.explain()
 
     def audit(self, batch: DraftBatch, k: int | None = None) -> AuditReport:
         """Run the compiled loop beside the eager one on ``batch`` and compare every value that both have.
 
-        Costs three eager loops, one eager step and a build of the loop with its values recorded. The state is as before
-        afterwards.
+        Costs three eager loops, one eager step and one more build. The state is as before afterwards.
 
         Returns:
-            A report whose ``first`` is the first divergence, as (draft step, phase, tensor, request, expected, got,
-            source line), and whose ``ok`` says that there is none.
+            A report: ``first`` is the first divergence (draft step, phase, tensor, request, expected, got, source
+            line), ``ok`` says that there is none.
         """
         from draftfuse.audit import audit
 
@@ -226,7 +226,7 @@ class FusedDraft:
     def _proposal(
         self, num_reqs: int, num_tokens: int, max_query_len: int | None, k: int | None, across: AcrossRanks | None
     ) -> Proposal:
-        """What a kind of batch runs. Builds here: a build that fails must fail before anything is written."""
+        """What a kind of batch runs. Built here: a build must fail before anything is written."""
         fullest = num_reqs if across is None else across.largest
         steps = self._check_k(self.ladder.k_for(fullest) if k is None else k)
         decision = self.ladder.decide(num_reqs, num_tokens, steps, max_query_len, across)
@@ -240,6 +240,8 @@ class FusedDraft:
         return made
 
     def _propose(self, batch: DraftBatch, proposal: Proposal) -> None:
+        for plan in filter(None, (proposal.prefill, proposal.decode)):
+            plan.runner.addresses.check()
         self._loader.load(batch, proposal.rows, proposal.query_len)
         self._record(self._batch_consumed)
         if proposal.prefill is not None:
@@ -261,9 +263,8 @@ class FusedDraft:
         self.report.counts["eager prefills"] += 1
 
     def _run(self, plan: Plan, num_reqs: int, num_tokens: int, max_seq_len: int) -> None:
-        """Check, launch, count: all that a replay costs on the host."""
+        """Check guards, launch, count: addresses were checked before anything was written."""
         runner = plan.runner
-        runner.addresses.check()
         if failed := runner.scalars.broken():
             plan, runner = self._split_instead(plan.descriptor, num_reqs, failed)
         elif runner.guards:
@@ -281,7 +282,7 @@ class FusedDraft:
         plan.calls += 1
 
     def _plan(self, descriptor: Descriptor, num_reqs: int, split: Runner | None = None) -> Plan:
-        """How a kind of call runs, worked out and built on first use."""
+        """How a kind of call runs, built on first use."""
         key = (descriptor, num_reqs, id(split))
         if key in self._plans and (split is None or self._plans[key].runner is split):
             return self._plans[key]

@@ -85,6 +85,7 @@ class SplitLoop:
         self.kept = {layer: layout(self.metadata[layer], 1) for layer in self.layers}
         refuse_pointers(self.metadata, [g.builder for g in spec.attn_groups])
         self.reports: list[BuildReport] = []
+        self.sources: dict[str, Tensor] = {}  # what steps read beside metadata, by path
         self.steps = [self._build(step, settings) for step in range(1, k)]
         self.launch: list[Callable[[], None]] = [bound.run for bound in self.steps]
 
@@ -96,6 +97,7 @@ class SplitLoop:
         seconds = time.perf_counter() - start
         emission, report = finish(traced, self.k, self.capacity, seconds, settings)
         self.reports.append(report)
+        self.sources |= {path: t for path, t in emission.sources.items() if not path.startswith("L['metadata']")}
         return emission.bind(self.capacity, Workspace())
 
     def run(self) -> None:
