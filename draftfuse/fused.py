@@ -263,7 +263,7 @@ class FusedDraft:
         self.report.counts["eager prefills"] += 1
 
     def _run(self, plan: Plan, num_reqs: int, num_tokens: int, max_seq_len: int) -> None:
-        """Check guards, launch, count: addresses were checked before anything was written."""
+        """Check guards, launch, count; addresses were checked before any write."""
         runner = plan.runner
         if failed := runner.scalars.broken():
             plan, runner = self._split_instead(plan.descriptor, num_reqs, failed)

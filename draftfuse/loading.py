@@ -18,7 +18,7 @@ from draftfuse.speculator import DraftBatch
 from draftfuse.step_log import is_watched
 from draftfuse.validate import source_of
 
-TODO = "Name a function without arguments that returns the speculator."
+NAME_ONE = "Name a function without arguments that returns the speculator."
 
 
 def load(target: str) -> Any:
@@ -30,15 +30,15 @@ def load(target: str) -> Any:
     """
     place, _, name = target.partition(":")
     if not place or not name:
-        raise InvalidOptionError("the target is no factory", target or "nothing", "module:factory", TODO)
+        raise InvalidOptionError("the target is no factory", target or "nothing", "module:factory", NAME_ONE)
     factory = getattr(module := _module(place, target), name, None)
     if not callable(factory):
         found = type(factory).__name__ if hasattr(module, name) else "nothing of that name"
-        raise InvalidOptionError("the target is no factory", f"{target} ({found})", "module:factory", TODO)
+        raise InvalidOptionError("the target is no factory", f"{target} ({found})", "module:factory", NAME_ONE)
     try:
         inspect.signature(factory).bind()
     except TypeError as error:
-        raise InvalidOptionError("the factory takes arguments", f"{target} ({error})", "none", TODO) from error
+        raise InvalidOptionError("the factory takes arguments", f"{target} ({error})", "none", NAME_ONE) from error
     except ValueError:  # a callable without a signature: calling it shows
         pass
     return _made(factory, target)

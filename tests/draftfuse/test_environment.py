@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 import draftfuse
 from draftfuse import build, doctor, environment, graphs, python_state, runners, variables
+from draftfuse.bisect import pass_names
 from draftfuse.cli import app
 from draftfuse.errors import (
     CaptureError,
@@ -33,6 +35,7 @@ from draftfuse.errors import (
 from draftfuse.lint import lint
 from draftfuse.lowering.ops._library import require_triton
 from draftfuse.passes import switch
+from draftfuse.passes.findings import CLASSES
 from tests.draftfuse.test_lint import Appended, Tree
 from tests.failures.small import Small, three_rows
 
@@ -492,3 +495,26 @@ def test_on_a_real_device(name: str) -> None:
     command = [sys.executable, "-m", "tests.draftfuse.cuda_scenarios", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.endswith("ok\n"), done.stdout + done.stderr
+
+
+def rows_of(title: str) -> dict[str, list[str]]:
+    """The rows of the tables behind a heading of docs/reference.md, by the name in their first cell."""
+    text = (ROOT / "docs" / "reference.md").read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:3] == "| `"]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def test_the_reference_has_every_variable_with_its_values() -> None:
+    rows = rows_of("Environment variables")
+    for variable in variables.VARIABLES:
+        assert rows.pop(variable.name)[:2] == [", ".join(variable.values), variable.default]
+    assert list(rows) == ["FA3_LIBRARY", "TORCHINDUCTOR_CACHE_DIR", "VLLM_PLUGINS"]
+    sources = [p.read_text() for name in ("draftfuse", "passes", "lowering") for p in (ROOT / name).rglob("*.py")]
+    read = {name for text in sources for name in re.findall(r"\"(DRAFTFUSE_\w+)\"", text)}
+    assert read - {variables.PREFIX} == {variable.name for variable in variables.VARIABLES}
+
+
+def test_the_reference_has_every_finding_and_every_pass() -> None:
+    assert {name: row[0] for name, row in rows_of("Names of findings").items()} == CLASSES
+    text = (ROOT / "docs" / "reference.md").read_text()
+    assert [name for name in pass_names() if f"`{name}`" not in text] == []
