@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,17 @@ class SchedulerCheck(_Base):
         """Findings of this compile or, for code from a cache, of the compile that made it; None = unknown."""
         file = verdict_file(self.key)
         if self.ran:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_suffix(f".{id(self)}")
-            temporary.write_text(json.dumps(self.findings))
-            temporary.replace(file)
+            with suppress(OSError):  # no room there: whoever finds the code in a cache compiles it once more
+                file.parent.mkdir(parents=True, exist_ok=True)
+                temporary = file.with_suffix(f".{id(self)}")
+                temporary.write_text(json.dumps(self.findings))
+                temporary.replace(file)
             return self.findings
-        if not file.exists():
+        try:
+            found = json.loads(file.read_text())
+        except (OSError, ValueError):  # none, or a damaged one
             return None
-        found: list[str] = json.loads(file.read_text())
-        return found
+        return found if isinstance(found, list) and all(isinstance(text, str) for text in found) else None
 
 
 def verdict_file(key: str) -> Path:
