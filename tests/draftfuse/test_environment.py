@@ -285,7 +285,7 @@ def test_out_of_memory_in_a_capture_leaves_nothing_half_built(captures: list[Bas
 
 def test_a_pool_that_a_capture_failed_in_is_given_up(captures: list[BaseException]) -> None:
     """Torch goes on recording into it: only a pool of the caller's is kept."""
-    given = object()
+    given = (0, 7)
     for pool in (None, given):
         spec = Small(k=2)
         fused = capturing(spec, pool=pool)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import draftfuse
-from draftfuse import CommonMetadata, DraftInputs
+from draftfuse import CommonMetadata, DraftInputs, validate
 from draftfuse.errors import DraftfuseError, FailedLoopError, InvalidOptionError, UnsafeLoopError
 from draftfuse.validate import source_of
 from tests.failures.small import Small, WindowBuilder, batch_of, three_rows
@@ -192,3 +192,42 @@ def test_what_a_method_must_not_return_is_named(case: str, mode: str) -> None:
     assert words in str(caught.value)
     assert caught.value.source is not None
     assert caught.value.source.file == __file__
+
+
+class Hooked(Small):
+    """All lifecycle hooks; each raises what stands in the table, once."""
+
+    def on_prefill_begin(self) -> None:
+        stop("on_prefill_begin")
+
+    def on_prefill_end(self) -> None:
+        stop("on_prefill_end")
+
+    def on_multi_step_decode_begin(self) -> None:
+        stop("on_multi_step_decode_begin")
+
+    def on_multi_step_decode_end(self) -> None:
+        stop("on_multi_step_decode_end")
+
+
+RAISED: dict[str, BaseException] = {}
+
+
+def stop(name: str) -> None:
+    if name in RAISED:
+        raise RAISED.pop(name)
+
+
+@pytest.mark.parametrize(("mode", "names"), [("eager", validate.HOOKS), ("auto", validate.HOOKS[:2])])
+def test_after_a_hook_has_raised_the_drafts_are_the_same(mode: str, names: tuple[str, ...]) -> None:
+    spec = Hooked(k=2)
+    fused = draftfuse.compile(spec, mode=mode, compiler="none", request_capacities=[4])
+    batches = (three_rows, lambda s: batch_of(s, [5, 9]))
+    drafts = [draftfuse.compile(s := Small(k=2), mode="eager").propose(b(s), copy=True) for b in batches]
+    assert torch.equal(fused.propose(three_rows(spec)), drafts[0])
+    for name in names:
+        for error, expected in ((ValueError("odd"), FailedLoopError), (KeyboardInterrupt(), KeyboardInterrupt)):
+            RAISED[name] = error
+            with pytest.raises(expected):
+                fused.propose(batches[1](spec))
+            assert all(torch.equal(fused.propose(b(spec)), d) for b, d in zip(batches, drafts, strict=True))
