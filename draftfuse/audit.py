@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftfuse import loop, padding, poison, python_state, validate
+from draftfuse import batches, loop, padding, poison, python_state, validate
 from draftfuse.audit_report import AuditReport, Divergence
 from draftfuse.compare import Rows, differences
 from draftfuse.dispatch import DECODE, Descriptor
@@ -31,7 +31,7 @@ def audit(fused: Any, batch: DraftBatch, k: int | None = None) -> AuditReport:
     from draftfuse.compiler import compile
 
     k = validate.check_k(fused.ladder.max_k if k is None else k, fused.ladder.max_k)
-    validate.check_batch(fused.spec, batch)
+    batches.check_batch(fused.spec, batch)
     start = time.perf_counter()
     spec, report = fused.spec, AuditReport()
     state, saved = python_state.of_speculator(spec), Saved(persistent_tensors(spec))

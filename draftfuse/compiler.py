@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from draftfuse import validate
 from draftfuse.build import Settings
 from draftfuse.dispatch import Ladder
 from draftfuse.environment import require_triton_on
-from draftfuse.errors import InvalidOptionError
 from draftfuse.fused import FusedDraft
+from draftfuse.passes.switch import is_on
+from draftfuse.variables import DISABLE, check_variables
 
 
 def compile(
@@ -55,7 +55,7 @@ def compile(
 
     Raises:
         InvalidSpeculatorError: an attribute is missing or has a wrong type, dtype or shape.
-        InvalidOptionError: an option has no meaning.
+        InvalidOptionError: an option, or an environment variable of draftfuse, has no meaning.
         MissingExtraError: the speculator is on a CUDA device, and Triton is not installed.
     """
     validate.check_option("mode", mode, validate.MODES)
@@ -63,33 +63,32 @@ def compile(
     validate.check_option("emission", emission, ("segments", "whole"))
     validate.check_speculator(speculator)
     require_triton_on(speculator.inputs.positions.device)
-    _check_passes(disable)
-    if dump is not None and Path(dump).exists() and not Path(dump).is_dir():
-        raise InvalidOptionError("dump is no folder", str(dump), "a folder, or a name that is free", "Pass another.")
+    for name, value in {"cudagraph": cudagraph, "one_launch": one_launch}.items():
+        validate.check_flag(name, value)
+    left_out = validate.check_disable(disable, _passes())
+    validate.check_dump(dump)
+    validate.check_pool(pool)
     largest = speculator.num_speculative_tokens
     if num_speculative_tokens is not None:
-        largest = validate.check_k(num_speculative_tokens, largest)
-    table = validate.check_table(k_by_num_reqs or {}, largest)
+        largest = validate.check_largest(num_speculative_tokens, largest)
+    table = validate.check_table({} if k_by_num_reqs is None else k_by_num_reqs, largest)
     capacities = validate.check_capacities(request_capacities, speculator.max_num_reqs)
     validate.check_budget(graph_memory_budget)
-    mode, disabled = ("eager", True) if os.environ.get("DRAFTFUSE_DISABLE") == "1" else (mode, False)
+    check_variables()
+    mode, disabled = ("eager", True) if is_on(DISABLE) else (mode, False)
     ladder = Ladder(capacities, largest, one_launch and mode in ("auto", "fused"), table)
-    settings = Settings(compiler=compiler, emission=emission, disable=frozenset(disable), dump=dump)
+    settings = Settings(compiler=compiler, emission=emission, disable=left_out, dump=dump)
     fused = FusedDraft(speculator, ladder, mode, cudagraph, pool, settings)
     fused.graph_memory_budget = graph_memory_budget
     if disabled:
-        fused.report.fall_back("everything", "eager", "DRAFTFUSE_DISABLE=1 is set")
+        fused.report.fall_back("everything", "eager", f"{DISABLE}=1 is set")
     return fused
 
 
-def _check_passes(disable: Collection[str]) -> None:
+def _passes() -> list[str]:
+    """The names that ``disable`` takes."""
     from draftfuse.lowering.effects import hidden_reads
     from draftfuse.lowering.generated import register_refresh
     from draftfuse.passes import name_of, pipeline
 
-    if isinstance(disable, str):
-        raise InvalidOptionError("disable is one text", repr(disable), "a list of names", f"Pass [{disable!r}].")
-    known = ["explicit_metadata", *(name_of(p) for p in pipeline(register=register_refresh, hidden_reads=hidden_reads))]
-    unknown = sorted(set(disable) - set(known))
-    if unknown:
-        raise InvalidOptionError("disable names unknown passes", unknown, f"names among {known}", "Correct the names.")
+    return ["explicit_metadata", *map(name_of, pipeline(register=register_refresh, hidden_reads=hidden_reads))]

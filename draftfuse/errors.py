@@ -6,7 +6,8 @@ The template is: what is wrong, what came, what was expected, what to do. Intern
 from __future__ import annotations
 
 import linecache
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class DraftfuseError(Exception):
         self.what, self.came, self.expected, self.todo, self.source = what, came, expected, todo, source
         at = f"\n  {source}" if source is not None else ""
         super().__init__(f"{what}: got {came}, expected {expected}. {todo}{at}{more}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The parts of the message by name, as JSON takes them."""
+        parts = {"what": self.what, "came": str(self.came), "expected": str(self.expected), "todo": self.todo}
+        return {"class": type(self).__name__, **parts, "source": None if self.source is None else asdict(self.source)}
 
 
 class InvalidSpeculatorError(DraftfuseError):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftfuse import budget, guards, loop, validate
+from draftfuse import batches, budget, guards, loop, validate
 from draftfuse.audit_report import AuditReport
 from draftfuse.build import Settings
 from draftfuse.dispatch import DECODE, PROPOSE, Decision, Descriptor, Ladder
@@ -84,12 +84,12 @@ class FusedDraft:
             InvalidBatchError, InvalidOptionError: the batch or k does not fit; nothing was written.
             StaleAddressError: memory that a captured graph holds has moved.
         """
-        validate.check_batch(self.spec, batch)
+        batches.check_batch(self.spec, batch)
         if across is not None:
             check_across(across).check(batch)
         key = (batch.num_reqs, batch.num_tokens, batch.max_query_len, k, across)
         with self._exclusive:
-            proposal = self._proposals.get(key) or self._proposal(*key)
+            proposal = (batches.are_counts(k) and self._proposals.get(key)) or self._proposal(*key)
             k = proposal.k
             if k > 0 and (batch.num_reqs > 0 or (across is not None and across.largest > 0)):
                 self._propose(batch, proposal)
@@ -112,11 +112,13 @@ class FusedDraft:
             capacity: pad to at least this many rows (all ranks of a group must agree on it).
         """
         if max_seq_len is not None:
-            validate.check_length(max_seq_len, self.spec.max_model_len)
+            batches.check_length(max_seq_len, self.spec.max_model_len)
         with self._exclusive:
             key = (num_reqs, k, capacity)
-            plan = self._calls[key] if key in self._calls else self._decode_plan(*key)
+            known = batches.are_counts(*key) and key in self._calls
+            plan = self._calls[key] if known else self._decode_plan(*key)
             if plan is not None:
+                plan.runner.addresses.check()
                 if num_reqs < plan.descriptor.num_reqs:
                     self._loader.pad(num_reqs, plan.descriptor.num_reqs)
                 self._run(plan, num_reqs, num_reqs, max_seq_len or self.spec.max_model_len)
@@ -124,8 +126,8 @@ class FusedDraft:
 
     def _decode_plan(self, num_reqs: int, k: int | None, capacity: int | None) -> Plan | None:
         """The plan of a decode call, None where it has nothing to do; remembered by the call's own arguments."""
-        for number in (num_reqs, capacity or 0):
-            validate.check_rows(number, self.spec.max_num_reqs)
+        for number in (num_reqs, 0 if capacity is None else capacity):
+            batches.check_rows(number, self.spec.max_num_reqs)
         steps = self._check_k(self.ladder.k_for(num_reqs) if k is None else k)
         rows = max(num_reqs, capacity or 0)
         plan = None
@@ -139,7 +141,8 @@ class FusedDraft:
         self, num_reqs: int, num_tokens: int, k: int | None = None, max_query_len: int | None = None
     ) -> Decision:
         """Which graphs a batch would use, and why. A batch is uniform where ``num_tokens == num_reqs * (K + 1)``."""
-        validate.check_rows(num_reqs, self.spec.max_num_reqs)
+        batches.check_rows(num_reqs, self.spec.max_num_reqs)
+        batches.check_sizes(num_reqs, num_tokens, max_query_len)
         k = self._check_k(self.ladder.k_for(num_reqs) if k is None else k)
         uniform = num_tokens == num_reqs * self.ladder.query_len
         return self.ladder.decide(
@@ -150,7 +153,7 @@ class FusedDraft:
         """Build and capture ahead: every capacity, largest first, for each of ``ks`` (K by default).
 
         Under ``graph_memory_budget`` a capacity whose graphs would pass the budget is left out, with a line in the
-        report; its batches pad to the next larger one that was captured.
+        report; its batches pad to the next larger one.
         """
         wanted = [self.ladder.max_k] if ks is None else validate.check_ks(ks, self.ladder.max_k)
         with self._exclusive:
@@ -162,24 +165,23 @@ class FusedDraft:
         With ``skip_attn`` every layer's metadata is None, as before KV caches exist.
         """
         tokens = num_reqs if num_tokens is None else num_tokens
-        validate.check_dummy(self.spec, num_reqs, tokens)
+        batches.check_dummy(self.spec, num_reqs, tokens)
         with self._exclusive:
             fill_dummy(self.spec, num_reqs, tokens // num_reqs)
             loop.dummy_prefill(self.spec, num_reqs, tokens, skip_attn)
 
     def explain(self) -> str:
-        """Which pass changed what, in how many places, what fell back and why, what was called how often."""
+        """Which pass changed what and how often, what fell back and why, what was called how often."""
         return self.report.explain()
 
     def audit(self, batch: DraftBatch, k: int | None = None) -> AuditReport:
         """Run the compiled loop beside the eager one on ``batch`` and compare every value that both have.
 
-        Costs three eager loops, one eager step and a build of the loop with its values recorded. The state is as before
-        afterwards.
+        Costs three eager loops, one eager step and one more build. The state is as before afterwards.
 
         Returns:
-            A report whose ``first`` is the first divergence, as (draft step, phase, tensor, request, expected, got,
-            source line), and whose ``ok`` says that there is none.
+            A report: ``first`` is the first divergence (draft step, phase, tensor, request, expected, got, source
+            line), ``ok`` says that there is none.
         """
         from draftfuse.audit import audit
 
@@ -200,7 +202,7 @@ class FusedDraft:
             wait_for(self, timeout)
 
     def close(self) -> None:
-        """Drop all graphs and code. Later calls raise :class:`ClosedError`; closing again does nothing."""
+        """Drop all graphs and code. Later calls raise :class:`ClosedError`; closing twice is once."""
         if self._exclusive.is_settled:
             return
         self._exclusive.reopen(to_close=True)
@@ -224,7 +226,7 @@ class FusedDraft:
     def _proposal(
         self, num_reqs: int, num_tokens: int, max_query_len: int | None, k: int | None, across: AcrossRanks | None
     ) -> Proposal:
-        """What a kind of batch runs. Builds here: a build that fails must fail before anything is written."""
+        """What a kind of batch runs. Built here: a build must fail before anything is written."""
         fullest = num_reqs if across is None else across.largest
         steps = self._check_k(self.ladder.k_for(fullest) if k is None else k)
         decision = self.ladder.decide(num_reqs, num_tokens, steps, max_query_len, across)
@@ -238,6 +240,8 @@ class FusedDraft:
         return made
 
     def _propose(self, batch: DraftBatch, proposal: Proposal) -> None:
+        for plan in filter(None, (proposal.prefill, proposal.decode)):
+            plan.runner.addresses.check()
         self._loader.load(batch, proposal.rows, proposal.query_len)
         self._record(self._batch_consumed)
         if proposal.prefill is not None:
@@ -259,9 +263,8 @@ class FusedDraft:
         self.report.counts["eager prefills"] += 1
 
     def _run(self, plan: Plan, num_reqs: int, num_tokens: int, max_seq_len: int) -> None:
-        """Check, launch, count: all that a replay costs on the host."""
+        """Check guards, launch, count; addresses were checked before any write."""
         runner = plan.runner
-        runner.addresses.check()
         if failed := runner.scalars.broken():
             plan, runner = self._split_instead(plan.descriptor, num_reqs, failed)
         elif runner.guards:
@@ -279,7 +282,7 @@ class FusedDraft:
         plan.calls += 1
 
     def _plan(self, descriptor: Descriptor, num_reqs: int, split: Runner | None = None) -> Plan:
-        """How a kind of call runs, worked out and built on first use."""
+        """How a kind of call runs, built on first use."""
         key = (descriptor, num_reqs, id(split))
         if key in self._plans and (split is None or self._plans[key].runner is split):
             return self._plans[key]
@@ -309,9 +312,9 @@ class FusedDraft:
 
     @property
     def batch_consumed(self) -> Any:
-        """Event after which the batch given to ``propose`` may be overwritten; None without CUDA.
+        """Event after which the batch given to ``propose`` may be overwritten; recorded from the first look at it on.
 
-        Recorded by every call from the first look at it on.
+        None without CUDA.
         """
         if self._batch_consumed is None and self.device.type == "cuda":
             self._batch_consumed = event_of_now()

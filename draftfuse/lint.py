@@ -31,7 +31,7 @@ from draftfuse.passes.capture_safety import Surroundings, capture_safety
 from draftfuse.passes.collectives import collectives_of, group_of
 from draftfuse.passes.findings import ERROR, WARNING, Finding, merged, unread_comments
 from draftfuse.passes.render import canonical, render_args, render_target
-from draftfuse.probe import PROBED_STEPS, fill_live, of_sync, probe, probe_prefill, with_fusion
+from draftfuse.probe import PROBED_STEPS, fill_live, named_failures, of_sync, probe, probe_prefill, with_fusion
 from draftfuse.state import fill_dummy
 from draftfuse.trace import Trace, trace
 from draftfuse.writers import is_library
@@ -180,7 +180,7 @@ def unstable(spec: Any, rows: int, k: int, first: Trace) -> Iterator[Finding]:
     before = python_state.of_speculator(spec)
     journal = Journal(check_indices=False)
     try:
-        with journal:
+        with journal, named_failures():
             loop.decode_loop(spec, rows, k)
         second = trace(loop.decode_loop, (spec, rows, k, loop.graph_tap))
     finally:

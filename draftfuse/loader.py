@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftfuse import validate
+from draftfuse.batches import check_values
 from draftfuse.errors import InvalidBatchError
 from draftfuse.lowering.ops.load_rows import READ, WRITTEN, load_rows
 from draftfuse.speculator import DraftBatch
@@ -48,18 +50,28 @@ class Loader:
         """Copy a batch into the inputs, and make rows up to ``capacity`` dead.
 
         Raises:
-            InvalidBatchError: a tensor of the batch has a wrong dtype or device, or lies in the speculator's inputs.
+            InvalidBatchError: a tensor of the batch has a wrong dtype or device, or lies in the speculator's inputs, or
+                (on the CPU) holds what does not fit the batch's host values; nothing was written.
         """
         read = _read(batch) if batch.num_reqs else ()
-        self._run(read, batch.num_reqs, batch.num_tokens, capacity, query_len)
+        self._run(read, batch.num_reqs, batch.num_tokens, capacity, query_len, batch)
 
     def pad(self, num_reqs: int, capacity: int) -> None:
         """Make rows ``num_reqs..capacity`` dead, with one token each."""
         if num_reqs < capacity:
             self._run((), num_reqs, 0, capacity, 1)
 
-    def _run(self, read: tuple[Tensor, ...], rows: int, tokens: int, capacity: int, query_len: int) -> None:
+    def _run(
+        self,
+        read: tuple[Tensor, ...],
+        rows: int,
+        tokens: int,
+        capacity: int,
+        query_len: int,
+        batch: DraftBatch | None = None,
+    ) -> None:
         if any(map(is_not, self.written, _write(self.spec.inputs))):
+            validate.check_inputs(self.spec)
             self._look()
         key = (rows, tokens, capacity, query_len, *map(_data_ptr, read), *map(_dtype, read))
         if (launch := self.launches.get(key)) is not None:
@@ -71,6 +83,8 @@ class Loader:
                 self.checked.clear()
             self.checked.add(key)
         if not self.on_cuda:
+            if read and batch is not None:
+                check_values(batch)
             load_rows(self.written, read, rows, tokens, capacity, query_len)
             return
         from draftfuse.lowering.ops._load_rows_triton import launch as launch_rows

@@ -7,52 +7,93 @@ import importlib.util
 import inspect
 import sys
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
 
-from draftfuse.errors import InvalidOptionError
+from draftfuse.errors import DraftfuseError, InvalidOptionError, InvalidSpeculatorError, SourceLine
+from draftfuse.failures import first_words
 from draftfuse.speculator import DraftBatch
+from draftfuse.step_log import is_watched
+from draftfuse.validate import source_of
+
+NAME_ONE = "Name a function without arguments that returns the speculator."
 
 
 def load(target: str) -> Any:
     """The speculator that ``module:factory`` (or ``path/to/file.py:factory``) makes.
 
     Raises:
-        InvalidOptionError: there is no such module or factory.
+        InvalidOptionError: there is no such module or factory, or the module cannot be imported.
+        InvalidSpeculatorError: the factory raises, or returns None.
     """
     place, _, name = target.partition(":")
-    factory = getattr(_module(place, target), name, None) if name else None
+    if not place or not name:
+        raise InvalidOptionError("the target is no factory", target or "nothing", "module:factory", NAME_ONE)
+    factory = getattr(module := _module(place, target), name, None)
     if not callable(factory):
-        todo = "Name a function without arguments that returns the speculator."
-        raise InvalidOptionError("the target is no factory", target, "module:factory", todo)
+        found = type(factory).__name__ if hasattr(module, name) else "nothing of that name"
+        raise InvalidOptionError("the target is no factory", f"{target} ({found})", "module:factory", NAME_ONE)
     try:
         inspect.signature(factory).bind()
     except TypeError as error:
-        todo = "Name a function without arguments that returns the speculator."
-        raise InvalidOptionError("the factory takes arguments", f"{target} ({error})", "none", todo) from error
-    return factory()
+        raise InvalidOptionError("the factory takes arguments", f"{target} ({error})", "none", NAME_ONE) from error
+    except ValueError:  # a callable without a signature: calling it shows
+        pass
+    return _made(factory, target)
+
+
+def _made(factory: Any, target: str) -> Any:
+    try:
+        spec = factory()
+    except DraftfuseError:
+        raise
+    except (Exception, SystemExit) as error:
+        what, todo = f"the factory {target} fails", "Correct it; the original exception is the cause of this one."
+        raise InvalidSpeculatorError(what, first_words(error), "a speculator", todo, _line_of(error)) from error
+    if spec is None:
+        what, todo = f"the factory {target} returns nothing", "Return the speculator."
+        raise InvalidSpeculatorError(what, "None", "a speculator", todo, source_of(factory))
+    return spec
 
 
 def _module(place: str, target: str) -> Any:
     sys.path.insert(0, "")
     try:
-        if not place.endswith(".py"):
-            return importlib.import_module(place)
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
-    except (ImportError, FileNotFoundError) as error:
-        todo = "Run in the folder of the module, or give the path of the file."
-        raise InvalidOptionError(
-            "the module cannot be imported", f"{target} ({error})", "module:factory", todo
-        ) from error
+        return _of_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except DraftfuseError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever its statements raise
+        line, came = _line_of(error), f"{target} ({first_words(error)})"
+        missing = "Run in the folder of the module, or give the path of the file."
+        todo = missing if line is None else "Correct it; the original exception is the cause of this one."
+        raise InvalidOptionError("the module cannot be imported", came, "module:factory", todo, line) from error
     finally:
         sys.path.remove("")
+
+
+def _of_file(place: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]  # half of it must not be found by the next import
+        raise
+    return module
+
+
+def _line_of(error: BaseException) -> SourceLine | None:
+    """The innermost line of the user's that raised ``error``, or is no Python; None where no code of theirs ran."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return SourceLine.of(error.filename, error.lineno)
+    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    users = [(file, line) for file, line in lines if is_watched(file) and not file.startswith("<")]
+    return SourceLine.of(*users[-1]) if users else None
 
 
 def dummy_batch(spec: Any, num_reqs: int | None = None, seed: int = 0) -> DraftBatch:

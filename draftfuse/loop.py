@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx.traceback import annotate
 
-from draftfuse.loop_kind import one_tensor, two_tensors
+from draftfuse.loop_kind import check_hidden, check_tokens
 from draftfuse.ops import advance_positions, compute_slot_mapping
-from draftfuse.speculator import AttentionGroup, CommonMetadata, DraftInputs
+from draftfuse.speculator import AttentionGroup, CommonMetadata, DraftInputs, Speculator
 
 Tap = Callable[[str, int, Tensor], None]  # (name, draft step, value)
 PHASES = ("prefill", "slot_mapping", "refresh", "forward", "sample", "advance", "store")
@@ -129,16 +129,27 @@ def run_step(
 ) -> Tensor:
     """Forward, sample and (unless it is the last step) advance; returns the tokens, int64[R]."""
     with annotate({"phase": "forward", "draft_step": step}):
-        hidden, feedback = two_tensors(spec.forward(inputs, metadata), spec.forward)
+        result = spec.forward(inputs, metadata)
+        if not torch.compiler.is_compiling():
+            check_hidden(result, inputs.positions.shape[0], spec.forward)
+        hidden, feedback = result
         tap("hidden", step, hidden)
     with annotate({"phase": "sample", "draft_step": step}):
-        tokens = one_tensor(spec.sample(hidden, step), spec.sample)
+        tokens = sample(spec, hidden, step, inputs.seq_lens.shape[0])
         tap("tokens", step, tokens)
     if not last:
         with annotate({"phase": "advance", "draft_step": step}):
             spec.advance(tokens, feedback, step)
             for name, value in inputs.named_tensors().items():
                 tap(f"inputs.{name}", step, value)
+    return tokens
+
+
+def sample(spec: Any, hidden: Tensor, step: int, rows: int) -> Tensor:
+    """The user's sample; where Python runs it, one token a request is asked for."""
+    tokens: Tensor = spec.sample(hidden, step)
+    if not torch.compiler.is_compiling():
+        check_tokens(tokens, rows, spec.sample)
     return tokens
 
 
@@ -183,7 +194,11 @@ def prefill(spec: Any, num_reqs: int, num_tokens: int, max_query_len: int, max_s
             for layer in group.layer_names:
                 by_layer[layer] = metadata
         run = spec.prefill if hasattr(spec, "prefill") else spec.forward
-        hidden, feedback = two_tensors(run(inputs, by_layer), run)
+        result = run(inputs, by_layer)
+        if not torch.compiler.is_compiling():
+            is_default = getattr(run, "__func__", None) is Speculator.prefill
+            check_hidden(result, num_tokens, spec.forward if is_default else run)
+        hidden, feedback = result
     prepare_decode(spec, inputs, hidden, feedback)
     run_hook(spec, "on_prefill_end")
 
@@ -215,7 +230,7 @@ def prepare_decode(spec: Any, inputs: DraftInputs, hidden: Tensor, feedback: Ten
     with annotate({"phase": "advance", "draft_step": 0}):
         lay_out_rows(spec, inputs, last)
     with annotate({"phase": "sample", "draft_step": 0}):
-        tokens = one_tensor(spec.sample(hidden[last], 0), spec.sample)
+        tokens = sample(spec, hidden[last], 0, last.shape[0])
         inputs.draft_tokens[:, :1].copy_(tokens.unsqueeze(1))
     with annotate({"phase": "advance", "draft_step": 0}):
         spec.advance(tokens, feedback[last], 0)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from draftfuse.collectives import compare, from_text, signature_of, to_text
 from draftfuse.environment import first_line
-from draftfuse.errors import LostRankError
+from draftfuse.errors import InvalidOptionError, LostRankError
 from draftfuse.groups import default_store, group_named, is_parallel, timeout_of
 from draftfuse.places import Place, place_of
 from draftfuse.trace import Trace
@@ -184,6 +184,9 @@ def lost(ranks: Sequence[int], place: Place, what: str, came: str, expected: str
 
 def wait_for(fused: Any, timeout: float | None) -> None:
     """See :meth:`draftfuse.FusedDraft.wait`; called with the loop locked."""
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0):
+        todo = "Pass seconds, or None."
+        raise InvalidOptionError("the timeout is no time", repr(timeout), "a number of seconds >= 0", todo)
     event = fused._outputs_ready
     if fused.device.type != "cuda":
         return

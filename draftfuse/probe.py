@@ -20,7 +20,6 @@ from draftfuse.errors import DraftfuseError, OpArgumentError, SourceLine, Unsafe
 from draftfuse.failures import PADDED, first_words, in_words, name_of, place_in_loop, placed
 from draftfuse.hidden_reads import HiddenReads
 from draftfuse.journal import Journal
-from draftfuse.loop_kind import checked_kind
 from draftfuse.passes.capture_safety import UNBOUND
 from draftfuse.passes.findings import ERROR, WARNING, Finding
 from draftfuse.paths import plain
@@ -73,7 +72,7 @@ def probe(
         UnsafeLoopError: the loop fails or is of another kind, or an index leaves its table.
         OpArgumentError: an operator of draftfuse refuses what it is given.
     """
-    return _observed(spec, rows, lambda checked: loop.decode_loop(checked, rows, max(2, k)), reads, syncs, live)
+    return _observed(spec, rows, lambda spec: loop.decode_loop(spec, rows, max(2, k)), reads, syncs, live)
 
 
 def probe_prefill(
@@ -85,7 +84,7 @@ def probe_prefill(
     live: bool = False,
 ) -> list[Finding]:
     """The same of draft step 0, with ``query_len`` tokens a row."""
-    return _observed(spec, rows, lambda checked: loop.prefill_loop(checked, rows, query_len), reads, syncs, live)
+    return _observed(spec, rows, lambda spec: loop.prefill_loop(spec, rows, query_len), reads, syncs, live)
 
 
 def _observed(
@@ -101,13 +100,13 @@ def _observed(
     journal = Journal(on_opaque=reads)
     try:
         watches = watched_environment(), watched_ranks()
-        with watches[0] as variables, watches[1] as branches, journal, checked_kind(spec, rows) as checked:
-            _named(run, checked, live)
+        with watches[0] as variables, watches[1] as branches, journal:
+            _named(run, spec, live)
         after = python_state.of_speculator(spec)
         changes = [of_change(c) for c in python_changes.diff(before, after) if c.path not in hooked]
         if any(not c.is_error for c in changes):
             before.restore()
-            changes = changes if _repeats(lambda: run(spec)) else [*map(of_dependence, changes)]
+            changes = changes if _repeats(lambda: _named(run, spec, live)) else [*map(of_dependence, changes)]
         return [*map(of_branch, branches), *(of_variable(*v) for v in variables.items()), *changes]
     finally:
         journal.restore()
@@ -116,9 +115,9 @@ def _observed(
             syncs += dict.fromkeys(journal.syncs)
 
 
-def _named(run: Callable[[Any], None], checked: Any, live: bool) -> None:
+def _named(run: Callable[[Any], None], spec: Any, live: bool) -> None:
     with named_failures(live):
-        run(checked)
+        run(spec)
 
 
 def _repeats(run: Callable[[], None]) -> bool:

@@ -29,6 +29,9 @@ class AcrossRanks:
     max_query_len: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        for name in ("num_reqs", "num_tokens", "max_query_len"):
+            if not isinstance(given := getattr(self, name), (tuple, list)):
+                raise InvalidOptionError(f"{name} of the ranks is no tuple", repr(given), "a tuple", "Pass one.")
         sizes = {len(self.num_reqs), len(self.num_tokens), len(self.max_query_len)}
         if len(sizes) != 1 or not self.num_reqs:
             todo = "Give each of the three a number for every rank."

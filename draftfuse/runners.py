@@ -13,6 +13,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftfuse import loop, python_state
 from draftfuse.baked import SCALARS
@@ -196,7 +197,8 @@ class Runners:
         if self.cudagraph:
             split.launch = [self._capture(bound, descriptor).replay for bound in split.steps]
         counter = "graph replays" if self.cudagraph else "compiled calls"
-        return Runner(split.run, {counter: descriptor.num_steps - 1}, scalars=scalars, kept=split)
+        counts = {counter: descriptor.num_steps - 1}
+        return Runner(split.run, counts, addresses=self._addresses(split.sources), scalars=scalars, kept=split)
 
     def _fused(self, descriptor: Descriptor) -> Runner:
         with self.inspector.ranks.together("build"):
@@ -205,13 +207,16 @@ class Runners:
             bound = emission.bind(descriptor.num_reqs, self.workspace)
         self._load_code(bound)
         frozen = collect(self.spec, descriptor.num_reqs)
-        known = python_state.of_speculator(self.spec, wide=False).tensors
-        addresses = Addresses.of(emission.sources, {"spec": self.spec}, known)
+        addresses = self._addresses(emission.sources)
         if not self.cudagraph:
             return Runner(bound.run, {"compiled calls": 1}, frozen, addresses, scalars, bound.run, bound)
         captured = self._capture(bound, descriptor)
         counts = {"graph replays": 1}
         return Runner(captured.replay, counts, frozen, addresses, scalars, bound.run, captured, captured.num_bytes)
+
+    def _addresses(self, sources: dict[str, Tensor]) -> Addresses:
+        known = python_state.of_speculator(self.spec, wide=False).tensors
+        return Addresses.of(sources, {"spec": self.spec}, known)
 
     def _load_code(self, bound: Bound) -> None:
         """The first call of generated code loads or compiles its kernels: that is compile time, not capture time."""

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from draftfuse.bisect import bisect, write_reproduction
 from draftfuse.compiler import compile
+from draftfuse.errors import InvalidOptionError
 from draftfuse.lint import lint
 from draftfuse.loading import dummy_batch, load
 
@@ -26,8 +27,8 @@ def run_lint(target: str, as_json: bool = False) -> int:
 
 def run_audit(target: str, steps: int | None = None, compiler: str = "inductor", as_json: bool = False) -> int:
     """Print the audit of ``module:factory`` on a dummy batch; 1 where it diverges, else 0."""
-    spec = load(target)
-    report = compile(spec, compiler=compiler).audit(dummy_batch(spec), steps)
+    fused = compile(spec := load(target), compiler=compiler)
+    report = fused.audit(dummy_batch(spec), steps)
     if as_json:
         print(report.to_json())
     else:
@@ -36,12 +37,29 @@ def run_audit(target: str, steps: int | None = None, compiler: str = "inductor",
     return int(not report.ok)
 
 
-def run_bisect(target: str, out: Path, steps: int | None = None, compiler: str = "inductor") -> int:
-    """Print what makes ``module:factory`` differ and write a reproduction; 1 where it differs, else 0."""
+def run_bisect(
+    target: str, out: Path, steps: int | None = None, compiler: str = "inductor", as_json: bool = False
+) -> int:
+    """Print what makes ``module:factory`` differ and write a reproduction; 1 where it differs, else 0.
+
+    Raises:
+        InvalidOptionError: ``out`` cannot be written.
+    """
+    require_file(out)
     verdict = bisect(lambda: load(target), compiler, steps)
-    print(verdict)
-    if verdict.culprit is None:
-        return 0
-    write_reproduction(out, target, verdict, steps)
-    print(f"reproduction: {out}")
-    return 1
+    written = None if verdict.culprit is None else str(out)
+    if written is not None:
+        write_reproduction(out, target, verdict, steps)
+    if as_json:
+        trials = [{"name": trial.name, "equal": trial.report.ok} for trial in verdict.trials]
+        print(json.dumps({"culprit": verdict.culprit, "trials": trials, "reproduction": written}))
+    else:
+        print("\n".join([str(verdict), *([f"reproduction: {out}"] if written else [])]))
+    return int(written is not None)
+
+
+def require_file(out: Path) -> None:
+    """Raise :class:`InvalidOptionError` unless ``out`` can be a file: that shows before minutes of compiling."""
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        todo = "Name a file in a folder that is there."
+        raise InvalidOptionError("the reproduction has no place", out, "a file name", todo)

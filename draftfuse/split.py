@@ -86,6 +86,7 @@ class SplitLoop:
         self.kept = {layer: layout(self.metadata[layer], 1) for layer in self.layers}
         refuse_pointers(self.metadata, [g.builder for g in spec.attn_groups])
         self.reports: list[BuildReport] = []
+        self.sources: dict[str, Tensor] = {}  # what steps read beside metadata, by path
         self.steps = [self._build(step, settings) for step in range(1, k)]
         self.launch: list[Callable[[], None]] = [bound.run for bound in self.steps]
 
@@ -97,6 +98,7 @@ class SplitLoop:
         trial = of_trace(split_step, args, traced, self.capacity).check
         emission, report = finish(traced, self.k, self.capacity, seconds, settings, trial=trial)
         self.reports.append(report)
+        self.sources |= {path: t for path, t in emission.sources.items() if not path.startswith("L['metadata']")}
         return emission.bind(self.capacity, Workspace())
 
     def run(self) -> None:

@@ -29,6 +29,7 @@ from draftfuse.dispatch import Descriptor
 from draftfuse.fingerprints import name_of, patched
 from draftfuse.lowering import kept_file
 from draftfuse.module_hooks import ModuleHooks
+from draftfuse.passes.switch import is_on
 from draftfuse.paths import MISSING, plain
 from draftfuse.trace import Trace
 from draftfuse.trace_facts import Facts, NotCacheable, Question, Scope, reason_of
@@ -193,7 +194,7 @@ def entry_for(
     descriptor: Descriptor,
 ) -> Entry | None:
     """The place of the trace of ``function(*args)``, of which ``traced_args`` are traced; None where it has none."""
-    if os.environ.get(SWITCH) != "1" or has_modes():
+    if not is_on(SWITCH) or has_modes():
         return None
     with torch.no_grad():
         state = surroundings(args[0].inputs.positions.device)

@@ -7,6 +7,7 @@ verdict is kept in a file beside that cache, under the key of the segment.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ class SchedulerCheck(_Base):
         """Findings of this compile or, for code from a cache, of the compile that made it; None = unknown."""
         file = verdict_file(self.key)
         if self.ran:
-            kept_file.write(file, self.findings)
+            with suppress(OSError):  # no room there: whoever finds the code in a cache compiles it once more
+                kept_file.write(file, self.findings)
             return self.findings
         try:
             found: list[str] = kept_file.read(file)

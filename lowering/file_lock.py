@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Hold ``file`` alone; others wait. It is made where it is missing, and so is its folder."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """Hold ``file`` alone; others wait. It is made where it is missing; where it cannot be made, nobody waits."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(file.open("a")), fcntl.LOCK_EX)
         yield

@@ -27,6 +27,7 @@ from draftfuse.passes.drop_dead_refresh import drop_dead_refresh
 from draftfuse.passes.erase_taps import erase_taps
 from draftfuse.passes.hoist_invariants import hoist_invariants
 from draftfuse.passes.linears_by_rows import linears_by_rows
+from draftfuse.passes.switch import CHECK, is_on
 
 VLLM_BASE = "vllm.compilation.passes.inductor_pass"  # home of the class that vLLM asks its passes to be
 MARKER = torch.ops.draftfuse.marker.default
@@ -55,8 +56,7 @@ class PostGradPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What Inductor puts into its cache key."""
-        checked = os.environ.get("DRAFTFUSE_CHECK") == "1"
-        return f"draftfuse-{sources_hash()}-check{checked}-own{may_choose_kernels()}"
+        return f"draftfuse-{sources_hash()}-check{is_on(CHECK)}-own{may_choose_kernels()}"
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
         """Part of vLLM's interface: the pass applies to every range of sizes."""

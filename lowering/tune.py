@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -92,14 +93,25 @@ def _file(device: torch.device) -> Path:
 
 
 def _load(device: torch.device) -> dict[str, str | list[int]]:
-    file = _file(device)
-    found: dict[str, str | list[int]] = json.loads(file.read_text()) if file.exists() else {}
-    return found
+    """What was measured; nothing where the file is damaged, so that it is measured again."""
+    try:
+        found = json.loads(_file(device).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {key: best for key, best in found.items() if _is_choice(best)} if isinstance(found, dict) else {}
+
+
+def _is_choice(best: object) -> bool:
+    from draftfuse.lowering.ops._small_linear_triton import CANDIDATES
+
+    return best == VENDOR or (isinstance(best, list) and tuple(best) in map(tuple, CANDIDATES))
 
 
 def _save(device: torch.device, known: dict[str, str | list[int]]) -> None:
+    """Keep what was measured; where the disk refuses, another process measures again."""
     file = _file(device)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(f".{id(known)}")
-    temporary.write_text(json.dumps(known, sort_keys=True))
-    temporary.replace(file)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(f".{id(known)}")
+        temporary.write_text(json.dumps(known, sort_keys=True), encoding="utf-8")
+        temporary.replace(file)

@@ -5,7 +5,6 @@ from __future__ import annotations
 if not __name__.startswith("draftfuse."):
     raise ImportError("import draftfuse.passes, not passes: a second copy of its operators would shadow the first")
 
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from torch import fx
 from torch._logging._internal import trace_structured
 
+from draftfuse.errors import InvalidOptionError
 from draftfuse.passes.buffers_to_values import buffers_to_values
 from draftfuse.passes.drop_dead_refresh import drop_dead_refresh
 from draftfuse.passes.erase_taps import erase_taps
@@ -26,6 +26,7 @@ from draftfuse.passes.locals_to_values import locals_to_values
 from draftfuse.passes.lower_metadata_refresh import Register, lower_metadata_refresh
 from draftfuse.passes.refresh_ahead import refresh_ahead
 from draftfuse.passes.render import render
+from draftfuse.passes.switch import CHECK, is_on
 from draftfuse.passes.verify import verify
 
 Pass = Callable[[fx.Graph], int]
@@ -85,7 +86,7 @@ def run(
     Returns:
         One report a pass. Under ``DRAFTFUSE_CHECK=1`` the IR is verified after each.
     """
-    check = os.environ.get("DRAFTFUSE_CHECK") == "1"
+    check = is_on(CHECK)
     _write(graph, "00_traced", dump)
     reports = []
     for index, one in enumerate((p for p in passes if name_of(p) not in disable), start=1):
@@ -106,6 +107,9 @@ def _write(graph: fx.Graph, name: str, dump: str | Path | None) -> None:
 
     trace_structured("artifact", lambda: {"name": f"draftfuse_{name}", "encoding": "string"}, payload_fn=payload)
     if dump is not None:
-        folder = Path(dump)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.py").write_text(payload())
+        try:
+            Path(dump).mkdir(parents=True, exist_ok=True)
+            Path(dump, f"{name}.py").write_text(payload(), encoding="utf-8")
+        except OSError as error:
+            todo = "Pass another folder as dump, or make room there."
+            raise InvalidOptionError("the dump cannot be written", error, "a folder to write into", todo) from error

@@ -8,9 +8,12 @@ import sys
 import typer
 
 from draftfuse.bench.command import bench, work
+from draftfuse.cli import Command
 
 if __name__ == "__main__":
     if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
         work(json.loads(sys.argv[1]))
     else:
-        typer.run(bench)
+        app = typer.Typer(add_completion=False)
+        app.command(cls=Command)(bench)
+        app()

@@ -27,6 +27,7 @@ from draftfuse.bench.tiny import measure_tiny
 from draftfuse.bench.together import my_turn, run_children, start
 from draftfuse.bench.verdict import verdict
 from draftfuse.environment import check_device
+from draftfuse.errors import InvalidOptionError
 from draftfuse.validate import check_option
 
 Turn = AbstractContextManager[None]
@@ -45,7 +46,7 @@ def bench(
     ] = None,
     modes: Annotated[str, typer.Option(help="comma-separated")] = ",".join(DEFAULT_MODES),
     attention: Annotated[str, typer.Option(help=" or ".join(BACKENDS))] = "triton",
-    repeats: Annotated[int, typer.Option(help="timed runs of each mode in each cell")] = REPEATS,
+    repeats: Annotated[int, typer.Option(min=1, help="timed runs of each mode in each cell")] = REPEATS,
     out: Annotated[Path | None, typer.Option(help="folder for the result files, one a speculator")] = None,
     compile_time: Annotated[
         bool, typer.Option("--compile", help="measure compile time, cold and warm, instead")
@@ -57,6 +58,8 @@ def bench(
 ) -> None:
     """Measure draft loops: eager, split, one graph, fused by hand, compiled whole, draftfuse.
 
+    Exit code 1 where a process of it failed, whose cells are missing then.
+
     On the CPU and without --cells: the packaged model, compiled against eager, at k = 2..8.
     """
     patterns = [p for text in cells or [] for p in text.split(",")]
@@ -65,6 +68,7 @@ def bench(
         wanted_cells = {c.name for c in select(all_cells(torch.device("cuda")), patterns)}
         print(readme_table([c for c in found if not patterns or c["cell"] in wanted_cells], environments))
         return
+    require_folder(out)
     target = torch.device(check_device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     wanted = modes.split(",")
     for name in wanted:
@@ -82,13 +86,23 @@ def bench(
     folder = out or Path(tempfile.mkdtemp(prefix="draftfuse-bench-"))
     paths = [folder / f"{'compile' if compile_time else 'bench'}-{name}-{device_slug(target)}.json" for name in names]
     if compile_time:
-        for name, path in zip(names, paths, strict=True):
-            run_compile(name, path, target, attention)
-        print(json.dumps([json.loads(path.read_text())["compile"] for path in paths], indent=1))
-        return
+        failed = sum(run_compile(name, path, target, attention) for name, path in zip(names, paths, strict=True))
+        print(json.dumps([json.loads(path.read_text())["compile"] for path in paths if path.is_file()], indent=1))
+        raise typer.Exit(int(failed > 0))
     groups = {path: [c for c in chosen if c.speculator == name] for name, path in zip(names, paths, strict=True)}
-    run_apart(groups, {"device": str(target), "modes": wanted, "attention": attention, "repeats": repeats})
+    failed = run_apart(groups, {"device": str(target), "modes": wanted, "attention": attention, "repeats": repeats})
     show([path for path in paths if path.is_file()], as_json)
+    raise typer.Exit(int(failed > 0))
+
+
+def require_folder(out: Path | None) -> None:
+    """Raise :class:`InvalidOptionError` unless results can go into ``out``: that shows before minutes of measuring."""
+    try:
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        todo = "Name a folder, or leave --out away."
+        raise InvalidOptionError("the results have no place", error, "a folder to write into", todo) from error
 
 
 def show(paths: Sequence[Path], as_json: bool) -> None:
@@ -145,24 +159,22 @@ def child(arguments: dict[str, Any], cache: str) -> int:
     return start(arguments, cache).wait()
 
 
-def run_apart(groups: dict[Path, list[Cell]], common: dict[str, Any]) -> None:
-    """:func:`run_cells` in a process a speculator, with empty compiler caches; one may fail without harm to others."""
+def run_apart(groups: dict[Path, list[Cell]], common: dict[str, Any]) -> int:
+    """:func:`run_cells` in a process a speculator, with empty compiler caches; how many failed, others unharmed."""
     arguments = {str(path): {"path": str(path), "cells": [vars(c) for c in cells]} for path, cells in groups.items()}
     names = {str(path): cells[0].speculator for path, cells in groups.items()}
     codes = run_children({names[path]: given | common for path, given in arguments.items()})
     for name, code in codes.items():
         if code:
             say(f"{name}: the process ended with {code}")
+    return sum(code != 0 for code in codes.values())
 
 
-def run_compile(name: str, path: Path, device: torch.device, attention: str) -> None:
-    """Compile time of one speculator, cold, then warm."""
+def run_compile(name: str, path: Path, device: torch.device, attention: str) -> int:
+    """Compile time of one speculator, cold, then warm; how many of the two failed."""
+    given = {"compile": name, "path": str(path), "device": str(device), "attention": attention}
     with tempfile.TemporaryDirectory(prefix="draftfuse-cold-") as cache:
-        for stage in ("cold", "warm"):
-            child(
-                {"compile": name, "stage": stage, "path": str(path), "device": str(device), "attention": attention},
-                cache,
-            )
+        return sum(child(given | {"stage": stage}, cache) != 0 for stage in ("cold", "warm"))
 
 
 def work(arguments: dict[str, Any]) -> None:

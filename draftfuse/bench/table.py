@@ -9,6 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
+from draftfuse.errors import InvalidOptionError
+
 Record = dict[str, Any]
 COLUMNS = (  # key in a mode's record, title, format
     ("gpu_ms", "GPU ms", "{:.3f}"),
@@ -53,10 +55,21 @@ def terminal_table(cells: Iterable[Record]) -> Table:
 
 def load_cells(paths: Sequence[Path]) -> tuple[list[Record], list[Record]]:
     """Cells of all result files, and their environments without repetition."""
-    files = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    files = [_result_file(path) for path in paths]
     cells = [cell for data in files for cell in data.get("cells", [])]
     environments = [data["environment"] for data in files]
     return cells, [e for i, e in enumerate(environments) if e not in environments[:i]]
+
+
+def _result_file(path: Path) -> Record:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        todo = "Name files that draftfuse bench --out wrote."
+        raise InvalidOptionError("this is no result file", f"{path} ({error})", "JSON", todo) from error
+    if not isinstance(data, dict) or "environment" not in data:
+        raise InvalidOptionError("this is no result file", path, "an object with environment", "Name another file.")
+    return data
 
 
 def readme_table(cells: Sequence[Record], environments: Sequence[Record]) -> str:

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import cache
 from typing import Any
 
-from draftfuse.errors import InvalidOptionError
+from draftfuse import variables
 from draftfuse.lowering.hook import PostGradPass
 
-SWITCH = "DRAFTFUSE_VLLM"
-COMPILER = "DRAFTFUSE_VLLM_COMPILER"
-COMPILERS = ("none", "inductor")
-ONE_GRAPH = "DRAFTFUSE_VLLM_ONE_GRAPH"
+SWITCH, COMPILER, ONE_GRAPH = variables.VLLM, variables.VLLM_COMPILER, variables.VLLM_ONE_GRAPH
+COMPILERS = variables.VLLM_COMPILERS
 
 
 def by_environment() -> bool:
     """Whether ``DRAFTFUSE_VLLM=1`` is set."""
-    return os.environ.get(SWITCH) == "1"
+    return setting(SWITCH, ("0", "1"), "") == "1"
+
+
+@cache
+def warn(text: str) -> None:
+    """Log a warning once; the logger is below vLLM's own, so that its settings apply."""
+    logging.getLogger("vllm.draftfuse").warning("draftfuse: %s", text)
+
+
+def setting(name: str, values: tuple[str, ...], default: str) -> str:
+    """The variable ``name``; what has no meaning is a warning and the default, because an engine is starting."""
+    value = os.environ.get(name) or default
+    if value in (*values, default):
+        return value
+    warn(f"{name}={value} has no meaning, as if it were unset: expected {' or '.join(values)}")
+    return default
 
 
 def by_hook(vllm_config: Any) -> bool:
@@ -33,30 +48,14 @@ def unwrapped(value: Any) -> Any:
 
 def is_asked(vllm_config: Any) -> bool:
     """Whether the speculator of ``vllm_config`` shall draft through draftfuse; ``DRAFTFUSE_VLLM=0`` says no to both."""
-    return os.environ.get(SWITCH) != "0" and (by_environment() or by_hook(vllm_config))
+    return setting(SWITCH, ("0", "1"), "") != "0" and (by_environment() or by_hook(vllm_config))
 
 
 def compiler() -> str:
-    """``"none"`` (vLLM's own kernels, the default) or ``"inductor"``, from ``DRAFTFUSE_VLLM_COMPILER``.
-
-    Raises:
-        InvalidOptionError: it is set to anything else.
-    """
-    name = os.environ.get(COMPILER, "none")
-    if name not in COMPILERS:
-        raise InvalidOptionError(
-            f"unknown {COMPILER}", repr(name), f"one of {list(COMPILERS)}", "Correct the variable."
-        )
-    return name
+    """``"none"`` (vLLM's own kernels, the default) or ``"inductor"``, from ``DRAFTFUSE_VLLM_COMPILER``."""
+    return setting(COMPILER, COMPILERS, COMPILERS[0])
 
 
 def one_graph() -> bool:
-    """Whether a uniform batch is proposed in one graph, prefill and all; ``DRAFTFUSE_VLLM_ONE_GRAPH=0`` says no.
-
-    Raises:
-        InvalidOptionError: it is set to anything but 0 or 1.
-    """
-    value = os.environ.get(ONE_GRAPH, "1")
-    if value not in ("0", "1"):
-        raise InvalidOptionError(f"unknown {ONE_GRAPH}", repr(value), "0 or 1", "Correct the variable.")
-    return value == "1"
+    """Whether a uniform batch is proposed in one graph, prefill and all; ``DRAFTFUSE_VLLM_ONE_GRAPH=0`` says no."""
+    return setting(ONE_GRAPH, ("0", "1"), "1") == "1"

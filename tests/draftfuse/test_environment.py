@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import draftfuse
-from draftfuse import build, doctor, environment, graphs, python_state, runners
+from draftfuse import build, doctor, environment, graphs, python_state, runners, variables
+from draftfuse.bisect import pass_names
 from draftfuse.cli import app
 from draftfuse.errors import (
     CaptureError,
@@ -31,6 +34,8 @@ from draftfuse.errors import (
 )
 from draftfuse.lint import lint
 from draftfuse.lowering.ops._library import require_triton
+from draftfuse.passes import switch
+from draftfuse.passes.findings import CLASSES
 from tests.draftfuse.test_lint import Appended, Tree
 from tests.failures.small import Small, three_rows
 
@@ -167,6 +172,50 @@ def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
         environment.check_device("cudda")
 
 
+def found_by_doctor(name: str) -> tuple[str, str]:
+    ((found, todo),) = [(f.found, f.todo) for f in doctor.doctor() if f.name == name]
+    return found, todo
+
+
+@pytest.mark.parametrize("name", [variables.DISABLE, variables.TRACE_CACHE, variables.CHECK])
+def test_a_variable_without_meaning_is_refused_and_an_empty_one_is_unset(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(InvalidOptionError, match=rf"{name} has no such value: got 'yes', expected 0 or 1 \(0 if unset"):
+        compiled(Small(k=2))
+    assert found_by_doctor(name) == ("yes", "no such value: 0 or 1 (unset: 0)")
+    monkeypatch.setenv(name, "")
+    assert not switch.is_on(name)
+    assert compiled(Small(k=2)).mode == "auto"
+    assert found_by_doctor(name) == ("empty, as if unset", "")
+
+
+def test_doctor_names_the_state_of_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(variables.VLLM, raising=False)
+    found = found_by_doctor("plug-in")[0]
+    assert "off, except by the pass hook (draftfuse.post_grad_pass in" in found
+    monkeypatch.setattr(doctor, "version_of", lambda *names: "0.25.1" if "vllm" in names else "")
+    monkeypatch.setattr(doctor.metadata, "files", lambda name: [])
+    assert found_by_doctor("plug-in") == (found, "set DRAFTFUSE_VLLM=1 to turn it on for every engine")
+    monkeypatch.setenv(variables.VLLM, "0")
+    assert found_by_doctor("plug-in") == ("off (DRAFTFUSE_VLLM=0), the pass hook too", "")
+    monkeypatch.setenv(variables.VLLM, "1")
+    assert found_by_doctor("plug-in") == ("on (DRAFTFUSE_VLLM=1)", "")
+    monkeypatch.setattr(doctor, "version_of", lambda *names: "")
+    assert found_by_doctor("plug-in")[1] == "vLLM is not installed: unset DRAFTFUSE_VLLM, or install it"
+    monkeypatch.setenv("DRAFTFUSE_VLMM", "1")
+    assert found_by_doctor("DRAFTFUSE_VLMM")[1].startswith("draftfuse reads no such variable; it reads DRAFTFUSE_DIS")
+
+
+def test_doctor_sees_that_vllm_may_not_load_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = SimpleNamespace(name="draftfuse")
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [point])
+    assert doctor._plugin_todo() == ""
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert doctor._plugin_todo().startswith("VLLM_PLUGINS=other keeps vLLM from loading it")
+
+
 def test_doctor_names_an_untested_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.14.0")
     found = next(f for f in doctor.doctor() if f.name == "torch")
@@ -236,7 +285,7 @@ def test_out_of_memory_in_a_capture_leaves_nothing_half_built(captures: list[Bas
 
 def test_a_pool_that_a_capture_failed_in_is_given_up(captures: list[BaseException]) -> None:
     """Torch goes on recording into it: only a pool of the caller's is kept."""
-    given = object()
+    given = (0, 7)
     for pool in (None, given):
         spec = Small(k=2)
         fused = capturing(spec, pool=pool)
@@ -446,3 +495,26 @@ def test_on_a_real_device(name: str) -> None:
     command = [sys.executable, "-m", "tests.draftfuse.cuda_scenarios", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.endswith("ok\n"), done.stdout + done.stderr
+
+
+def rows_of(title: str) -> dict[str, list[str]]:
+    """The rows of the tables behind a heading of docs/reference.md, by the name in their first cell."""
+    text = (ROOT / "docs" / "reference.md").read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:3] == "| `"]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def test_the_reference_has_every_variable_with_its_values() -> None:
+    rows = rows_of("Environment variables")
+    for variable in variables.VARIABLES:
+        assert rows.pop(variable.name)[:2] == [", ".join(variable.values), variable.default]
+    assert list(rows) == ["FA3_LIBRARY", "TORCHINDUCTOR_CACHE_DIR", "VLLM_PLUGINS"]
+    sources = [p.read_text() for name in ("draftfuse", "passes", "lowering") for p in (ROOT / name).rglob("*.py")]
+    read = {name for text in sources for name in re.findall(r"\"(DRAFTFUSE_\w+)\"", text)}
+    assert read - {variables.PREFIX} == {variable.name for variable in variables.VARIABLES}
+
+
+def test_the_reference_has_every_finding_and_every_pass() -> None:
+    assert {name: row[0] for name, row in rows_of("Names of findings").items()} == CLASSES
+    text = (ROOT / "docs" / "reference.md").read_text()
+    assert [name for name in pass_names() if f"`{name}`" not in text] == []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import draftfuse
-from draftfuse import CommonMetadata, DraftInputs
+from draftfuse import CommonMetadata, DraftInputs, validate
 from draftfuse.errors import (
     DraftfuseError,
     FailedLoopError,
@@ -135,38 +135,110 @@ def test_ranks_that_are_none_are_refused() -> None:
 
 
 class Returns(Small):
-    """One method returns something else."""
+    """Returns something else from one method, in the prefill as in the decode steps."""
 
-    def __init__(self, where: str, what: Any) -> None:
-        super().__init__(k=2)
-        self.where, self.what = where, what
+    def __init__(self, forward: Any = lambda pair: pair, sample: Any = lambda tokens: tokens) -> None:
+        super().__init__(k=3)
+        self.of_forward, self.of_sample = forward, sample
 
-    def forward(self, inputs: DraftInputs, metadata: Any) -> tuple[Tensor, Tensor]:
-        hidden, feedback = super().forward(inputs, metadata)
-        if self.where == "forward":
-            return (hidden, None) if self.what == "half" else self.what  # type: ignore[return-value]
-        return hidden, feedback
+    def forward(self, inputs: DraftInputs, metadata: Any) -> Any:
+        return self.of_forward(super().forward(inputs, metadata))
 
-    def sample(self, hidden: Tensor, step: int) -> Tensor:
-        tokens = super().sample(hidden, step)
-        return self.what if self.where == "sample" else tokens
+    def sample(self, hidden: Tensor, step: int) -> Any:
+        return self.of_sample(super().sample(hidden, step))
 
 
-@pytest.mark.parametrize("mode", ["auto", "split", "eager"])
-@pytest.mark.parametrize(
-    ("where", "what", "words"),
-    [
-        ("sample", None, "sample does not return a tensor: got None, expected int64, one token a request"),
-        ("forward", None, r"forward does not return two tensors: got None, expected \(hidden for logits, hidden to"),
-        ("forward", "half", r"forward does not return two tensors: got \(Tensor, NoneType\), expected"),
-    ],
-)
-def test_a_method_that_returns_something_else_is_named(mode: str, where: str, what: Any, words: str) -> None:
-    fused = draftfuse.compile(Returns(where, what), compiler="none", mode=mode)
-    with pytest.raises(UnsafeLoopError, match=words) as caught:
-        fused.decode(3)
+class OwnPrefill(Returns):
+    def prefill(self, inputs: DraftInputs, metadata: Any) -> Any:
+        return super().forward(inputs, metadata)[0]
+
+
+RESULTS: dict[str, tuple[Any, str]] = {
+    "one result": (lambda: Returns(forward=lambda pair: pair[0]), "forward does not return two tensors: got Tensor"),
+    "three": (
+        lambda: Returns(forward=lambda pair: (*pair, None)),
+        "forward does not return two tensors: got tuple of Tensor, Tensor, NoneType",
+    ),
+    "no feedback": (
+        lambda: Returns(forward=lambda pair: (pair[0], None)),
+        "forward does not return two tensors: got tuple of Tensor, NoneType",
+    ),
+    "no return": (lambda: Returns(forward=lambda pair: None), "forward does not return two tensors: got None"),
+    "two rows": (
+        lambda: Returns(forward=lambda pair: tuple(t.repeat(2, 1) for t in pair)),
+        "forward returns several positions a request: parallel heads or a tree in one step: got (",
+    ),
+    "own prefill": (OwnPrefill, "prefill does not return two tensors: got Tensor"),
+    "no tokens": (lambda: Returns(sample=lambda tokens: None), "sample does not return a tensor: got None"),
+    "a list": (
+        lambda: Returns(sample=lambda tokens: [1, 2, 3]),
+        "sample does not return a tensor: got list of int, int",
+    ),
+    "a tree": (
+        lambda: Returns(sample=lambda tokens: tokens.repeat(2, 1).t()),
+        "sample returns several tokens a request: a tree of drafts, or parallel heads: got (3, 2)",
+    ),
+    "too few": (lambda: Returns(sample=lambda tokens: tokens[:1]), "sample does not return one token a request: got"),
+    "a number": (
+        lambda: Returns(sample=lambda tokens: tokens.sum()),
+        "sample does not return one token a request: got",
+    ),
+    "int32": (
+        lambda: Returns(sample=lambda tokens: tokens.int()),
+        "sample does not return one token a request: got torch.int32[3]",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["eager", "split", "auto"])
+@pytest.mark.parametrize("case", RESULTS)
+def test_what_a_method_must_not_return_is_named(case: str, mode: str) -> None:
+    make, words = RESULTS[case]
+    fused = draftfuse.compile(make(), mode=mode, compiler="none", request_capacities=[3])
+    with pytest.raises(UnsafeLoopError) as caught:
+        fused.propose(three_rows(fused.spec), k=1)
+    assert words in str(caught.value)
     assert caught.value.source is not None
-    assert caught.value.source.text.startswith(f"def {where}(")
+    assert caught.value.source.file == __file__
+
+
+class Hooked(Small):
+    """All lifecycle hooks; each raises what stands in the table, once."""
+
+    def on_prefill_begin(self) -> None:
+        stop("on_prefill_begin")
+
+    def on_prefill_end(self) -> None:
+        stop("on_prefill_end")
+
+    def on_multi_step_decode_begin(self) -> None:
+        stop("on_multi_step_decode_begin")
+
+    def on_multi_step_decode_end(self) -> None:
+        stop("on_multi_step_decode_end")
+
+
+RAISED: dict[str, BaseException] = {}
+
+
+def stop(name: str) -> None:
+    if name in RAISED:
+        raise RAISED.pop(name)
+
+
+@pytest.mark.parametrize(("mode", "names"), [("eager", validate.HOOKS), ("auto", validate.HOOKS[:2])])
+def test_after_a_hook_has_raised_the_drafts_are_the_same(mode: str, names: tuple[str, ...]) -> None:
+    spec = Hooked(k=2)
+    fused = draftfuse.compile(spec, mode=mode, compiler="none", request_capacities=[4])
+    batches = (three_rows, lambda s: batch_of(s, [5, 9]))
+    drafts = [draftfuse.compile(s := Small(k=2), mode="eager").propose(b(s), copy=True) for b in batches]
+    assert torch.equal(fused.propose(three_rows(spec)), drafts[0])
+    for name in names:
+        for error, expected in ((ValueError("odd"), FailedLoopError), (KeyboardInterrupt(), KeyboardInterrupt)):
+            RAISED[name] = error
+            with pytest.raises(expected):
+                fused.propose(batches[1](spec))
+            assert all(torch.equal(fused.propose(b(spec)), d) for b, d in zip(batches, drafts, strict=True))
 
 
 class Wrong(WindowBuilder):

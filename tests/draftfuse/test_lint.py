@@ -546,3 +546,29 @@ def test_python_state_that_only_draft_prefill_computes_with_is_not_frozen() -> N
     (fallback,) = {f.reason: f for f in pair.fused.report.fallbacks}.values()
     assert (fallback.what, fallback.mode) == ("prefill", "eager")
     assert "the loop computes with what it changed" in fallback.reason
+
+
+class Divides(Small):
+    """Fails where all rows are dead: not in the first run of the lint, but in a later one."""
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        return super().enter(inputs) * (1 / int(inputs.seq_lens.max()))  # here
+
+
+class Pops(Small):
+    """Fails in the second run: the first one took what there was."""
+
+    def __init__(self) -> None:
+        super().__init__(k=2)
+        self.left = [1]
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        return super().enter(inputs) * self.left.pop()  # here
+
+
+@pytest.mark.parametrize("make", [lambda: Divides(k=2), Pops])
+def test_a_loop_that_fails_in_a_later_run_is_a_finding(make: Any) -> None:
+    (found,) = [f for f in lint(make()) if f.text.startswith("the loop fails on dummy rows at draft step")]
+    assert (found.severity, found.name) == ("error", "untraceable")
+    assert found.source is not None
+    assert found.source.text.endswith("# here")

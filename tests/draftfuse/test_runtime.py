@@ -259,7 +259,7 @@ def test_closed_loops_say_so() -> None:
         ({"compiler": "gcc"}, "unknown compiler"),
         ({"emission": "tiles"}, "unknown emission"),
         ({"disable": ("hoist",)}, "unknown passes: got \\['hoist'\\]"),
-        ({"num_speculative_tokens": 9}, "0 <= k <= 4"),
+        ({"num_speculative_tokens": 9}, "1 <= k <= 4"),
         ({"graph_memory_budget": 0}, "graph_memory_budget is no size"),
         ({"k_by_num_reqs": {2: 7}}, "0 <= k <= 4"),
     ],

@@ -124,6 +124,125 @@ def test_a_bad_target_is_named(target: str) -> None:
         bisect_module.bisect(lambda: load(target), "none")
 
 
+def raises() -> Any:
+    raise KeyError("weights")
+
+
+def ends() -> Any:
+    sys.exit(3)
+
+
+def nothing_made() -> Any:
+    return None
+
+
+def takes(size: int) -> Any:
+    return size
+
+
+class Tree(Small):
+    def sample(self, hidden: Any, step: int) -> Any:
+        return super().sample(hidden, step).unsqueeze(1)
+
+
+def tree() -> Small:
+    return Tree(k=2)
+
+
+HERE = "tests.draftfuse.test_safety_cli"
+TARGETS: dict[str, tuple[str, str, str]] = {
+    "raises": (f"{HERE}:raises", "InvalidSpeculatorError", "raises fails: got KeyError: 'weights', expected"),
+    "ends": (f"{HERE}:ends", "InvalidSpeculatorError", "ends fails: got SystemExit: 3, expected a speculator"),
+    "None": (f"{HERE}:nothing_made", "InvalidSpeculatorError", "nothing_made returns nothing: got None"),
+    "arguments": (f"{HERE}:takes", "InvalidOptionError", "the factory takes arguments: got"),
+    "not there": (f"{HERE}:absent", "InvalidOptionError", "absent (nothing of that name), expected module:factory"),
+    "no function": (f"{HERE}:ROOT", "InvalidOptionError", "the target is no factory: got"),
+    "no name": (HERE, "InvalidOptionError", "the target is no factory: got"),
+    "nothing": ("", "InvalidOptionError", "the target is no factory: got nothing"),
+    "no module": ("no_such_module:make", "InvalidOptionError", "Run in the folder of the module"),
+    "relative": ("..above:make", "InvalidOptionError", "Run in the folder of the module"),
+    "no file": ("no_such_file.py:make", "InvalidOptionError", "Run in the folder of the module"),
+    "raises at import": ("bad.py:make", "InvalidOptionError", "(ValueError: odd), expected"),
+    "no Python": ("worse.py:make", "InvalidOptionError", "(SyntaxError: "),
+    "ends at import": ("over.py:make", "InvalidOptionError", "(SystemExit: 4), expected"),
+}
+SOURCES = {"bad.py": 'raise ValueError("odd")', "worse.py": "def make(:", "over.py": "raise SystemExit(4)"}
+
+
+@pytest.mark.parametrize("command", ["lint", "audit", "bisect"])
+@pytest.mark.parametrize("case", TARGETS)
+def test_a_target_without_a_speculator_is_refused_in_words_and_in_json(
+    case: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, name, words = TARGETS[case]
+    monkeypatch.chdir(tmp_path)
+    for file, text in SOURCES.items():
+        Path(file).write_text(text)
+    result = run(command, target, "--json")
+    assert result.exit_code == 2, result.output
+    error = strict(result.stdout)["error"]
+    assert sorted(error) == ["came", "class", "expected", "source", "todo", "what"]
+    assert error["class"] == name
+    assert result.stderr.startswith(f"{name}: {error['what']}: got {error['came']}, expected {error['expected']}. ")
+    assert words in result.stderr
+    if target in (f"{f}:make" for f in SOURCES):
+        assert Path(error["source"]["file"]).name == target.partition(":")[0]
+        assert (error["source"]["line"], error["source"]["text"]) == (1, SOURCES[target.partition(":")[0]])
+
+
+@pytest.mark.parametrize("command", ["audit", "bisect"])
+def test_a_loop_of_another_kind_is_refused_in_json(command: str) -> None:
+    result = run(command, f"{HERE}:tree", "--compiler", "none", "--json")
+    assert result.exit_code == 2, result.output
+    error = strict(result.stdout)["error"]
+    assert (error["class"], error["came"]) == ("UnsafeLoopError", "(3, 1)")
+    assert error["source"]["text"] == "def sample(self, hidden: Any, step: int) -> Any:"
+
+
+def test_every_command_with_json_has_its_refusal_in_json(tmp_path: Path) -> None:
+    refused = [
+        ["audit", RIGHT, "--compiler", "gcc"],
+        ["audit", RIGHT, "--compiler", "none", "--steps", "9"],
+        ["bisect", RIGHT, "--out", str(tmp_path / "nowhere" / "x.py")],
+        ["bisect", RIGHT, "--out", str(tmp_path)],
+        ["demo", "--device", "tpu"],
+        ["demo", "--compiler", "gcc"],
+        ["bench", "--cells", "nothing", "--device", "cpu"],
+        ["bench", "--modes", "nothing"],
+        ["bench", "--out", __file__, "--device", "cpu"],
+        ["bench", "--render", str(tmp_path / "nothing.json")],
+        ["bench", "--render", __file__],
+    ]
+    for arguments in refused:
+        result = run(*arguments, "--json")
+        assert result.exit_code == 2, arguments
+        assert strict(result.stdout)["error"]["class"] == "InvalidOptionError"
+        assert result.stderr.count("\n") == 1, result.stderr
+
+
+def test_bisect_prints_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reports = iter([AuditReport([Divergence(0, 1, "forward", "hidden", 0, 1, 2, None)]), AuditReport()])
+    monkeypatch.setattr(bisect_module, "_audited", lambda *args: next(reports))
+    result = run("bisect", RIGHT, "--json", "--out", str(tmp_path / "show.py"))
+    assert result.exit_code == 1, result.output
+    assert strict(result.stdout) == {
+        "culprit": "the emission (compiler='inductor')",
+        "trials": [{"name": "everything", "equal": False}, {"name": "without the compiler", "equal": True}],
+        "reproduction": str(tmp_path / "show.py"),
+    }
+    assert (tmp_path / "show.py").is_file()
+
+
+def test_a_process_of_the_benchmark_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from draftfuse.bench import command
+
+    monkeypatch.setattr(command, "run_children", lambda given: dict.fromkeys(given, 3))
+    monkeypatch.setattr(command, "child", lambda *given: 3)
+    for more in ([], ["--compile"]):
+        result = run("bench", "--device", "cpu", "--cells", "eagle-a", "--out", str(tmp_path), *more)
+        assert result.exit_code == 1, result.output
+
+
 @pytest.mark.slow
 def test_bisect_names_the_pass_and_writes_a_reproduction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from draftfuse import build

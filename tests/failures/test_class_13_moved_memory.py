@@ -10,7 +10,7 @@ from torch import Tensor
 
 import draftfuse
 from draftfuse.errors import StaleAddressError
-from tests.failures.small import Small, both, three_rows
+from tests.failures.small import Small, batch_of, both, three_rows
 
 
 def test_a_replaced_kv_pool_is_named() -> None:
@@ -30,6 +30,23 @@ def test_a_moved_storage_is_found() -> None:
         spec.embed.set_(spec.embed.clone())
     with pytest.raises(StaleAddressError, match="recapture"):
         pair.fused.propose(three_rows(spec))
+
+
+@pytest.mark.parametrize(("mode", "way"), [("auto", "ragged"), ("split", "ragged"), ("split", "moved")])
+def test_nothing_is_written_before_stale_memory_is_refused(mode: str, way: str) -> None:
+    """The prefill of a ragged batch runs eager: on new weights, before decode steps on old ones."""
+    pair = both(lambda: Small(k=2), three_rows, mode=mode, request_capacities=[4])
+    spec = pair.fused.spec
+    before = [t.clone() for t in (*spec.inputs.named_tensors().values(), spec.key, spec.value)]
+    if way == "moved":
+        spec.embed.set_(spec.embed.flip(0).clone())
+    else:
+        spec.embed = spec.embed.flip(0).clone()
+    for call in (lambda: pair.fused.propose(batch_of(spec, [7, 2])), lambda: pair.fused.decode(3)):
+        with pytest.raises(StaleAddressError, match="recapture"):
+            call()
+        now = (*spec.inputs.named_tensors().values(), spec.key, spec.value)
+        assert all(map(torch.equal, before, now))
 
 
 class Head:

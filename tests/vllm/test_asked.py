@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import draftfuse
-from draftfuse.errors import InvalidOptionError, MissingExtraError
+from draftfuse.errors import MissingExtraError
 from draftfuse.vllm import asked
+from draftfuse.vllm.versions import release_of
 
 
 def config(**passes: Any) -> Any:
@@ -44,10 +47,32 @@ def test_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked.compiler() == "none"
     monkeypatch.setenv(asked.COMPILER, "inductor")
     assert asked.compiler() == "inductor"
-    monkeypatch.setenv(asked.COMPILER, "gcc")
-    with pytest.raises(InvalidOptionError) as caught:
-        asked.compiler()
-    assert caught.value.came == "'gcc'"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected", "of"),
+    [
+        (asked.SWITCH, "yes", "0 or 1", lambda: not asked.is_asked(config())),
+        (asked.COMPILER, "gcc", "none or inductor", lambda: asked.compiler() == "none"),
+        (asked.ONE_GRAPH, "no", "0 or 1", lambda: asked.one_graph() is True),
+    ],
+)
+def test_a_value_without_meaning_is_a_warning_and_the_default(
+    name: str, value: str, expected: str, of: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked.warn.cache_clear()
+    monkeypatch.setenv(name, value)
+    assert of()
+    assert of()
+    said = f"draftfuse: {name}={value} has no meaning, as if it were unset: expected {expected}"
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [("WARNING", said)]
+    monkeypatch.setenv(name, "")
+    assert of()
+
+
+def test_an_odd_switch_leaves_the_hook_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(asked.SWITCH, "true")
+    assert asked.is_asked(config(post_grad_custom_post_pass=draftfuse.post_grad_pass))
 
 
 def test_register_refuses_an_unknown_release_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,3 +84,16 @@ def test_register_refuses_an_unknown_release_only_when_asked(monkeypatch: pytest
     with pytest.raises(MissingExtraError) as caught:
         vllm.register()
     assert caught.value.came == "9.9.9"
+    monkeypatch.setattr(vllm, "vllm_version", lambda: "")
+    with pytest.raises(MissingExtraError, match="DRAFTFUSE_VLLM=1 is set without vLLM: got no package"):
+        vllm.register()
+
+
+def test_the_extra_installs_what_the_plug_in_knows_and_nothing_else() -> None:
+    from packaging.requirements import Requirement
+
+    text = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    (extra,) = text["project"]["optional-dependencies"]["vllm"]
+    versions = [f"0.{minor}.{patch}" for minor in range(20, 45) for patch in (0, 1)]
+    allowed = [v for v in versions if Requirement(extra).specifier.contains(v)]
+    assert allowed == [v for v in versions if release_of(v) is not None]

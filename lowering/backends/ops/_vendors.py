@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from draftfuse.errors import MissingExtraError
+from draftfuse.errors import InvalidOptionError, MissingExtraError
 
 LIBRARY_VARIABLE = "FA3_LIBRARY"
 _FA3 = (
@@ -28,7 +28,11 @@ def load_library(path: str) -> None:
 
 
 def _load(path: str) -> None:
-    torch.ops.load_library(path)
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        todo = f"Give the path of a FlashAttention 3 library built for this torch, or unset {LIBRARY_VARIABLE}."
+        raise InvalidOptionError("the library cannot be loaded", f"{path} ({error})", "a library", todo) from error
 
 
 def has_op(namespace: str, name: str) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftfuse.errors import MissingExtraError, OpArgumentError
+from draftfuse.errors import InvalidOptionError, MissingExtraError, OpArgumentError
 from draftfuse.lowering.backends.ops import (
     _vendors,
     fa3,
@@ -195,3 +195,8 @@ def test_refreshes_equal_their_references() -> None:
     expected = indexer_refresh.reference(*indexer[:4], indexer[8], indexer[7].shape[0] - 1)
     for out, value in zip(indexer[4:8], expected, strict=True):
         assert torch.equal(out, value)
+
+
+def test_a_library_that_cannot_be_loaded_is_named() -> None:
+    with pytest.raises(InvalidOptionError, match=r"the library cannot be loaded: got no_such\.so \(.*or unset FA3_LIB"):
+        _vendors.load_library("no_such.so")
