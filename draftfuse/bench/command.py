@@ -55,6 +55,9 @@ def bench(
     render: Annotated[
         list[Path] | None, typer.Option(help="print the README table of result files instead, of --cells if given")
     ] = None,
+    more: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FILES]...", help="further files of --render, as a shell lists them")
+    ] = None,
 ) -> None:
     """Measure draft loops: eager, split, one graph, fused by hand, compiled whole, draftfuse.
 
@@ -63,8 +66,10 @@ def bench(
     On the CPU and without --cells: the packaged model, compiled against eager, at k = 2..8.
     """
     patterns = [p for text in cells or [] for p in text.split(",")]
+    if more and not render:
+        raise InvalidOptionError("files without --render", [*map(str, more)], "options only", "Write --render FILES.")
     if render:
-        found, environments = load_cells(render)
+        found, environments = load_cells([*render, *(more or [])])
         wanted_cells = {c.name for c in select(all_cells(torch.device("cuda")), patterns)}
         print(readme_table([c for c in found if not patterns or c["cell"] in wanted_cells], environments))
         return

@@ -358,6 +358,9 @@ def test_render_prints_the_readme_table(files: Files) -> None:
     done = CliRunner().invoke(app, ["bench", "--render", str(files.one), "--render", str(files.two)])
     assert done.exit_code == 0
     assert done.stdout.strip() == README_TABLE
+    listed = CliRunner().invoke(app, ["bench", "--render", str(files.one), str(files.two)])
+    assert listed.stdout == done.stdout
+    assert CliRunner().invoke(app, ["bench", str(files.one)]).exit_code == 2
     few = CliRunner().invoke(app, ["bench", "--render", str(files.one), "--cells", "mtp"]).stdout
     assert "`eagle" in done.stdout
     assert "`eagle" not in few
