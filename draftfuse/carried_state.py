@@ -6,6 +6,7 @@ counter counts on from step to step.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from draftfuse import loop, python_changes, python_state
 from draftfuse.journal import Journal
-from draftfuse.numbering import Numbering, Table
+from draftfuse.numbering import Numbering, Table, storage_of
 from draftfuse.passes.findings import ERROR, Finding
 
 Before = Callable[[int], None]  # called with the number of a step, between its metadata and its forward
@@ -27,7 +28,8 @@ def carried_state(spec: Any, rows: int, k: int) -> list[Finding]:
         with torch.no_grad(), journal:
             changes = _changes(spec, rows, k)
             before.restore()
-            if not changes or _is_independent(spec, rows, k, before):
+            moves = any(change.kind == "iterator" for change in changes)  # nothing puts an iterator back
+            if not changes or (not moves and _is_independent(spec, rows, k, before)):
                 return []
             return [*map(_finding, changes)]
     finally:
@@ -67,7 +69,9 @@ def _is_independent(spec: Any, rows: int, k: int, before: python_state.State) ->
 
     with apart:
         _run(spec, rows, k, go_back, lambda: here[-1].restore(), apart)  # builders go on from what they left
-    return whole.taps == apart.taps
+    storages = {storage_of(t) for t in before.tensors.values()}
+    left = ({key: n for key, n in run.memory.items() if key in storages} for run in (whole, apart))
+    return whole.taps == apart.taps and operator.eq(*left)
 
 
 def _run(spec: Any, rows: int, k: int, before: Before, after: After, numbering: Numbering | None = None) -> None:

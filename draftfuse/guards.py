@@ -56,10 +56,11 @@ def _holds(guard: Guard, now: Any) -> bool:
 
 @dataclass
 class Addresses:
-    """The storages that a graph's kernels point to, and the places that the loop read them from."""
+    """The tensors whose memory a graph's kernels read as it lies, and the places that the loop read them from."""
 
     tensors: list[Tensor] = field(default_factory=list)
     pointers: list[int] = field(default_factory=list)
+    layouts: tuple[list[Any], list[Any]] = field(default_factory=lambda: ([], []))
     indices: list[int] = field(default_factory=list)
     places: list[tuple[Any, Any, Any, str]] = field(default_factory=list)  # (container, key, what is there, path)
 
@@ -72,20 +73,30 @@ class Addresses:
         ``known``: all tensors behind the speculator by path (``spec.inputs.seq_lens``). A tensor that stands in several
         places is watched in each: Dynamo names one.
         """
-        unique = {t.untyped_storage().data_ptr(): t for t in tensors.values()}
-        kept, mine = list(unique.values()), {id(t) for t in tensors.values()}
+        mine = {id(t): t for t in tensors.values()}
+        kept = list(mine.values())
         others = {f"L['spec']{p[4:]}": t for p, t in (known or {}).items() if p.startswith("spec") and id(t) in mine}
         found = {(id(p[0]), p[1]): p for path, t in {**others, **tensors}.items() for p in _chain(path, t, roots)}
-        return cls(kept, [t.data_ptr() for t in kept], list(range(len(kept))), list(found.values()))
+        pointers = [t.data_ptr() for t in kept]
+        return cls(kept, pointers, _layouts(kept), list(range(len(kept))), list(found.values()))
 
     def check(self) -> None:
         """Raise :class:`StaleAddressError` if anything moved or was replaced since capture."""
         if not _all_equal(self.tensors, self.pointers, self.indices):
             moved = [tuple(t.shape) for t, p in zip(self.tensors, self.pointers, strict=True) if t.data_ptr() != p]
             raise stale(f"tensors of shapes {moved}", "moved")
+        if (now := _layouts(self.tensors)) != self.layouts:
+            pairs = zip(self.tensors, zip(*now, strict=True), zip(*self.layouts, strict=True), strict=True)
+            changed = [(tuple(t.shape), t.stride()) for t, new, old in pairs if new != old]
+            raise stale(f"tensors of shapes and strides {changed}", "lies otherwise")
         for container, key, tensor, path in self.places:
             if container[key] is not tensor:
                 raise stale(plain(path), "was replaced by another object")
+
+
+def _layouts(tensors: list[Tensor]) -> tuple[list[Any], list[Any]]:
+    """How the elements of each tensor lie: ``map`` over methods is what costs least, 0.1 us a tensor."""
+    return list(map(Tensor.stride, tensors)), list(map(Tensor.numel, tensors))
 
 
 def _compare(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:

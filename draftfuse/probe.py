@@ -189,6 +189,10 @@ def of_change(change: python_changes.Change) -> Finding:
         text = f"the loop binds a tensor to {change}, where no replay would bind it again"
         todo = "Allocate the tensor once, and copy_ into it."
         return Finding(ERROR, "fresh-allocation", text, todo, change.source, phase=phase, needed=UNBOUND)
+    if change.kind == "iterator":
+        text = f"the loop moves the iterator at {change.path}, which nothing can put back"
+        todo = "Index a list with the step that sample and advance are given, or with a count of your own."
+        return Finding(ERROR, "side-effect", text, todo, change.source, phase="forward", needed=text)
     text = f"the loop changes Python state at {change}: a replay would not, and what was traced stays as it was"
     todo = "Count in a tensor, or in a lifecycle hook (on_multi_step_decode_end runs at every replay)."
     return Finding(WARNING, "side-effect", text, todo, change.source, phase=phase, path=change.path)

@@ -17,7 +17,7 @@ class Change:
     path: str
     before: str
     after: str
-    kind: str  # "value", "tensor" or "entry"
+    kind: str  # "value", "tensor", "entry" or "iterator"
     source: SourceLine | None = None
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ def diff(before: State, after: State) -> list[Change]:
         if old == new or _belongs_to_changed(path, changes):
             continue
         owner, attribute = (after if path in after.owners else before).owners[path]
-        kind = "tensor" if _holds_new_tensor(path, before, after) else "entry" if _is_container(new or old) else "value"
+        kind = "tensor" if _holds_new_tensor(path, before, after) else _kind_of(new or old)
         changes.append(Change(path, show(old), show(new), kind, writer_of(owner, attribute)))
     return changes
 
@@ -47,6 +47,10 @@ def _holds_new_tensor(path: str, before: State, after: State) -> bool:
 def _belongs_to_changed(path: str, changes: list[Change]) -> bool:
     """Entries of a container that was reported already need no line of their own."""
     return any(path.startswith((f"{c.path}[", f"{c.path}.")) for c in changes)
+
+
+def _kind_of(leaf: Any) -> str:
+    return "iterator" if leaf[0] == "iterator" else "entry" if _is_container(leaf) else "value"
 
 
 def _is_container(leaf: Any) -> bool:

@@ -7,6 +7,7 @@ never again; so one eager run is compared with the state before it, and tracing 
 from __future__ import annotations
 
 import itertools
+import operator
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -213,7 +214,9 @@ def summary(value: Any) -> Any:
     if isinstance(value, (dict, list, set, deque)):
         return (type(value).__name__, len(value))
     if isinstance(value, itertools.count):
-        return ("count", repr(value))
+        return ("iterator", repr(value))
+    if isinstance(value, Iterator):
+        return ("iterator", operator.length_hint(value, -1))
     if isinstance(value, torch.Generator):
         return ("generator", value.initial_seed())
     return ("tuple", len(value)) if isinstance(value, tuple) else (type(value).__name__,)

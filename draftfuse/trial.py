@@ -11,20 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftfuse import python_state
+from draftfuse import loop, python_state
 from draftfuse.compare import Rows, differences
 from draftfuse.errors import SourceLine, UnsafeLoopError
 from draftfuse.journal import Journal
 from draftfuse.numbering import LARGEST, TAP, Call, Numbering, Table, reachable, storage_of
 from draftfuse.passes import ir
 from draftfuse.passes.erase_taps import tap_lines
-from draftfuse.probe import named_failures
+from draftfuse.probe import fill_live, named_failures
 from draftfuse.state import Saved, persistent_tensors
 from draftfuse.trace import Trace
 
@@ -40,6 +41,7 @@ class Trial:
     loop: Run
     traced: Run
     tensors: list[Tensor]  # that the trace reads or writes
+    fill_live: Callable[[], object] = lambda: None  # makes the rows live ones
     lines: dict[tuple[str, int], SourceLine | None] = field(default_factory=dict)
 
     def check(self) -> str:
@@ -50,11 +52,16 @@ class Trial:
         """
         if self.agrees():
             return ""
-        with _dummy_states(self.spec), torch.no_grad():
-            found = self._first_difference()
-        if found is None:
-            return "the trace calls other operators than the loop, with equal values on dead rows"
-        raise found
+        kept = Saved(persistent_tensors(self.spec))
+        try:
+            for fill in (lambda: None, self.fill_live):
+                fill()
+                with _dummy_states(self.spec), torch.no_grad():
+                    if (found := self._first_difference()) is not None:
+                        raise found
+        finally:
+            kept.restore()
+        return "the trace calls other operators than the loop, with equal values on dead and on live rows"
 
     def agrees(self) -> bool:
         """Whether both compute the same in the same words."""
@@ -72,11 +79,11 @@ class Trial:
         return numbering.taps, self._left(numbering)
 
     def _first_difference(self) -> UnsafeLoopError | None:
-        loop, again, traced = (self._values(run) for run in (self.loop, self.loop, self.traced))
+        first, again, traced = (self._values(run) for run in (self.loop, self.loop, self.traced))
         call = self._parting()
-        for place, expected in loop.items():
+        for place, expected in first.items():
             if _differ(expected, again.get(place)) is not None:
-                return None  # not even the loop repeats it
+                continue  # not even the loop repeats it: its operators are what counts
             if (different := _differ(expected, traced.get(place))) is not None:
                 source = self.lines.get(place) if call is None else call.source
                 return _error(f"{place[0]} of draft step {place[1]}", *different, source)
@@ -85,18 +92,22 @@ class Trial:
         return None
 
     def _parting(self) -> Call | None:
-        """The loop's first operator whose results the trace computes nowhere, and that is not in vain."""
+        """The loop's first operator whose results the trace computes nowhere, and that is not in vain.
+
+        Results that not even the loop repeats are none that the trace could be seen to compute.
+        """
         table: Table = {}
-        mine, its = Numbering(table, calls=True), Numbering(table, calls=True)
-        with self._all_kept(), mine:
-            self.loop()
-        with self._all_kept(), its:
-            self.traced()
+        mine, again, its = (Numbering(table, calls=True) for _ in range(3))
+        for numbering, run in ((mine, self.loop), (again, self.loop), (its, self.traced)):
+            with self._all_kept(), numbering:
+                run()
         needed = reachable(table, [*mine.taps.values(), *self._left(mine).values()])
         known = {call.number for call in its.calls}
         values = {value for call in its.calls for value in call.values}
-        for call in mine.calls:
-            if call.number in needed and call.number not in known and not values.issuperset(call.values):
+        for call, other in zip_longest(mine.calls, again.calls):
+            if call is None or call.number not in needed or call.number in known:
+                continue
+            if other is None or call.values != other.values or not values.issuperset(call.values):
                 found: Call = call
                 return found
         return None
@@ -163,8 +174,8 @@ def _dummy_states(spec: Any) -> Iterator[None]:
 
 def _error(what: str, expected: object, came: object, source: SourceLine | None) -> UnsafeLoopError:
     todo = (
-        "Dynamo reads some Python otherwise than Python runs it: go through a list, or sorted(...), where the "
-        "loop goes through a set that it makes. If DRAFTFUSE_TRACE_CACHE=1 is set, try without."
+        "Dynamo reads some Python otherwise than Python runs it: a set that the loop makes and goes through (take a "
+        "list, or sorted(...)), a closure that is bound late, a metaclass, an iterator that is kept. Write it plainly."
     )
     what = f"the trace of the loop computes something else than the loop: {what}"
     return UnsafeLoopError(what, came, expected, todo, source)
@@ -179,9 +190,24 @@ def of_trace(function: Callable[..., None], args: tuple[Any, ...], traced: Trace
     given = [_value(node, traced, num_reqs) for node in ir.placeholders(traced.graph)]
     run = fx.Interpreter(traced.module).run
     whole = (args[0], num_reqs, *args[2:])
+    query_len = args[2] if function in (loop.propose_loop, loop.prefill_loop) else 1
     return Trial(
-        args[0], lambda: function(*whole), lambda: run(*given), [*traced.tensors.values()], tap_lines(traced.graph)
+        args[0],
+        lambda: function(*whole),
+        lambda: run(*given),
+        [*traced.tensors.values()],
+        lambda: fill_live_row(args[0], num_reqs, query_len),
+        tap_lines(traced.graph),
     )
+
+
+def fill_live_row(spec: Any, num_reqs: int, query_len: int) -> None:
+    """Rows of which the first one is live, where its tokens fit into one page: tables of others may name the same."""
+    if query_len <= min((group.page_size for group in spec.attn_groups), default=query_len):
+        fill_live(spec, num_reqs, query_len)
+        spec.inputs.seq_lens[1:num_reqs].zero_()
+        spec.inputs.positions[query_len:].zero_()
+        spec.inputs.idx_mapping[1:num_reqs].fill_(-1)
 
 
 def _value(node: fx.Node, traced: Trace, num_reqs: int) -> Any:

@@ -159,13 +159,22 @@ def _is_repeat(node: fx.Node) -> bool:
 def _random(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
     todo = "Draw with draftfuse.ops.gumbel_sample: noise is a function of (seed, position), both read from tensors."
     for node in graph.nodes:
-        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        if _draws(node):
             text = f"{node.target} takes its randomness from a generator whose state a captured graph would repeat"
             yield _finding(node, ERROR, "baked-rng", text, todo)
         for arg, given in ir.arguments(node) if ir.is_opaque(node) else ():
             if arg.name in _SEEDS and isinstance(given, (int, float)):
                 text = f"{node.target} takes {arg.name}={given} by value: every replay would draw the same numbers"
                 yield _finding(node, ERROR, "baked-rng", text, "Pass seed and offset as tensors.")
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a generator is asked; attention without dropout asks none, though its operators bear the tag."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    if not any(arg.name == "dropout_p" for arg in node.target._schema.arguments):
+        return True
+    return any(given != 0 for arg, given in ir.arguments(node) if arg.name == "dropout_p")  # 0 unless given
 
 
 def _bound(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:

@@ -572,3 +572,15 @@ def test_a_loop_that_fails_in_a_later_run_is_a_finding(make: Any, name: str) -> 
     assert found.name == name
     assert found.source is not None
     assert found.source.text.endswith("# here")
+
+
+class Attends(Small):
+    """PyTorch's attention asks no generator without dropout, though its operators are tagged as if."""
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        x = super().enter(inputs).view(1, -1, 2, 4).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x).transpose(1, 2).reshape(-1, 8)
+
+
+def test_attention_without_dropout_is_no_draw() -> None:
+    assert lint(Attends(k=2)) == []

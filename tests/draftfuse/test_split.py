@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import Tensor
 
 import draftfuse
@@ -225,6 +226,40 @@ class CountingBuilder(WindowBuilder):
         made = super().build(common)
         made.length.add_(self.count)
         return made
+
+
+class CountingIntoMemory(CountingAnew):
+    """The count reaches no draft of this loop, but memory that the next prefill reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = torch.zeros(4)
+
+    def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        if inputs.positions.shape[0] == inputs.seq_lens.shape[0]:
+            self.count += 1
+            self.log.fill_(float(self.count))
+        hidden, feedback = Small.forward(self, inputs, metadata)
+        return hidden, feedback
+
+
+class Iterating(CountingAnew):
+    """Takes its numbers from an iterator that a hook makes anew."""
+
+    def on_multi_step_decode_begin(self) -> None:
+        self.numbers = iter([1, 2, 3])
+
+    def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        hidden, feedback = Small.forward(self, inputs, metadata)
+        if inputs.positions.shape[0] == inputs.seq_lens.shape[0]:
+            hidden = hidden * next(self.numbers)
+        return hidden, feedback
+
+
+@pytest.mark.parametrize("make", [CountingIntoMemory, Iterating])
+def test_state_that_reaches_memory_and_iterators_are_refused(make: Callable[[], Small]) -> None:
+    with pytest.raises(UnsafeLoopError, match="side-effect"):
+        draftfuse.compile(make(), mode="split", compiler="none").decode(3)
 
 
 @pytest.mark.parametrize("make", [Counting, CountingAnew])

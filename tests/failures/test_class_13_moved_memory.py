@@ -32,6 +32,43 @@ def test_a_moved_storage_is_found() -> None:
         pair.fused.propose(three_rows(spec))
 
 
+class TwoOfOne(Small):
+    """Two weights that lie in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__(k=2)
+        both_weights = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
+        self.first, self.second = both_weights[:8], both_weights[8:]
+
+    def enter(self, inputs: draftfuse.DraftInputs) -> Tensor:
+        return torch.tanh(super().enter(inputs) @ self.first @ self.second)
+
+
+def point_elsewhere(spec: TwoOfOne) -> None:
+    spec.first.data = torch.randn(8, 8)
+
+
+def transpose(spec: TwoOfOne) -> None:
+    spec.first.t_()
+
+
+def transpose_data(spec: TwoOfOne) -> None:
+    spec.second.data = spec.second.data.t()
+
+
+def shift(spec: TwoOfOne) -> None:
+    spec.first.as_strided_((8, 8), (8, 1), 64)
+
+
+@pytest.mark.parametrize("mode", ["auto", "split"])
+@pytest.mark.parametrize("change", [point_elsewhere, transpose, transpose_data, shift])
+def test_a_tensor_that_lies_otherwise_is_found(change: Callable[[TwoOfOne], None], mode: str) -> None:
+    pair = both(TwoOfOne, three_rows, mode=mode, request_capacities=[3])
+    change(pair.fused.spec)
+    with pytest.raises(StaleAddressError, match="recapture"):
+        pair.fused.propose(three_rows(pair.fused.spec))
+
+
 @pytest.mark.parametrize(("mode", "way"), [("auto", "ragged"), ("split", "ragged"), ("split", "moved")])
 def test_nothing_is_written_before_stale_memory_is_refused(mode: str, way: str) -> None:
     """The prefill of a ragged batch runs eager: on new weights, before decode steps on old ones."""
