@@ -42,7 +42,9 @@ def check_tokens(tokens: Any, rows: int, method: Any) -> None:
     if tokens.dim() > 1:
         what = "sample returns several tokens a request: a tree of drafts, or parallel heads"
         refuse(what, tuple(tokens.shape), f"int64[{rows}]", method)
-    if tokens.dim() == 0 or tokens.shape[0] != rows or tokens.dtype != torch.int64:
+    if tokens.dim() == 1 and tokens.shape[0] == rows and tokens.dtype != torch.int64:
+        refuse("sample returns tokens of another dtype", tokens.dtype, "torch.int64", method, "Convert with .long().")
+    if tokens.dim() == 0 or tokens.shape[0] != rows:
         came = f"{tokens.dtype}{list(tokens.shape)}"
         refuse("sample does not return one token a request", came, f"int64[{rows}]", method, RETURN)
 

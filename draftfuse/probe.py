@@ -20,7 +20,7 @@ from draftfuse.errors import DraftfuseError, OpArgumentError, SourceLine, Unsafe
 from draftfuse.failures import PADDED, first_words, in_words, name_of, place_in_loop, placed
 from draftfuse.hidden_reads import HiddenReads
 from draftfuse.journal import Journal
-from draftfuse.passes.capture_safety import UNBOUND
+from draftfuse.passes.capture_safety import UNBOUND, UNKNOWN
 from draftfuse.passes.findings import ERROR, WARNING, Finding
 from draftfuse.paths import plain
 from draftfuse.rank_branches import watched_ranks
@@ -218,7 +218,8 @@ def with_fusion(finding: Finding, baked: Mapping[str, Any]) -> Finding:
 
 def of_sync(source: SourceLine) -> Finding:
     """A value that Python took to the host, as a finding."""
-    return Finding(ERROR, "host-sync", "the host reads a value of the device (bool, int, float or item)", KEEP, source)
+    text = "the host reads a value of the device (bool, int, float or item)"
+    return Finding(ERROR, "host-sync", text, KEEP, source, needed=UNKNOWN)
 
 
 def of_branch(source: SourceLine) -> Finding:

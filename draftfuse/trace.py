@@ -140,8 +140,9 @@ def normalise(module: fx.GraphModule, example_inputs: list[Any]) -> Trace:
     for node in ir.placeholders(flat.graph):
         if isinstance(ir.value(node), torch.SymInt):
             traced.symbol, traced.hint = ir.expression(ir.value(node)), int(ir.value(node).node.hint)
-    results = flat.graph.output_node().args[0]
-    traced.output_nodes = ir.nodes_in(results)
+    # A tensor that was there before is what in-place arithmetic (``self.calls += 1``) binds again; where another name
+    # gets it, the run of the loop shows that.
+    traced.output_nodes = [n for n in ir.nodes_in(flat.graph.output_node().args[0]) if n.op != "placeholder"]
     traced.outputs = len(traced.output_nodes)
     return traced
 

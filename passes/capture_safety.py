@@ -71,6 +71,9 @@ def capture_safety(graph: fx.Graph, around: Surroundings) -> list[Finding]:
     return found
 
 
+UNKNOWN = "no code can be made for a number that only the device knows"
+
+
 def _finding(node: fx.Node, severity: str, name: str, text: str, todo: str, needed: str = "") -> Finding:
     return Finding(severity, name, text, todo, ir.source_line(node), phase=phase_of(node), needed=needed)
 
@@ -87,7 +90,8 @@ def _calls(graph: fx.Graph, *targets: object) -> Iterator[fx.Node]:
 def _host_syncs(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
     todo = "Keep the value in a tensor, and use torch.where instead of Python."
     for node in _calls(graph, *_SYNCS):
-        yield _finding(node, ERROR, "host-sync", f"the host reads a value of the device ({node.target})", todo)
+        text = f"the host reads a value of the device ({node.target})"
+        yield _finding(node, ERROR, "host-sync", text, todo, UNKNOWN)
     for node in graph.nodes:
         devices = {a.meta["val"].device.type for a in node.all_input_nodes if ir.is_tensor(a)} - {"cpu"}
         if devices and ir.is_tensor(node) and ir.value(node).device.type == "cpu" and node.op == "call_function":
@@ -140,7 +144,7 @@ def _shapes(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
         if node.op == "call_function" and (node.target in _SHAPES or masked or _is_repeat(node)):
             what = "a boolean mask" if masked else str(node.target)
             text = f"{what} makes a shape that depends on values"
-            needed = "no code can be made for a size that only the device knows" if _has_unknown_size(node) else ""
+            needed = UNKNOWN if _has_unknown_size(node) else ""
             yield _finding(node, ERROR, "data-dependent-shape", text, todo, needed)
 
 
@@ -180,6 +184,8 @@ def _draws(node: fx.Node) -> bool:
 def _bound(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
     todo = "Allocate the tensor once, and copy_ into it."
     for node in dict.fromkeys(ir.nodes_in(graph.output_node().args[0])):
+        if node.op == "placeholder":  # in-place arithmetic binds the same tensor again
+            continue
         shape = list(map(str, ir.value(node).shape))
         text = f"a tensor of shape {shape} made here is kept by Python, where no replay would bind it again"
         yield _finding(node, ERROR, "fresh-allocation", text, todo, UNBOUND)

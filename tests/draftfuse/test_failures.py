@@ -185,7 +185,7 @@ RESULTS: dict[str, tuple[Any, str]] = {
     ),
     "int32": (
         lambda: Returns(sample=lambda tokens: tokens.int()),
-        "sample does not return one token a request: got torch.int32[3]",
+        "sample returns tokens of another dtype: got torch.int32, expected torch.int64",
     ),
 }
 

@@ -584,3 +584,51 @@ class Attends(Small):
 
 def test_attention_without_dropout_is_no_draw() -> None:
     assert lint(Attends(k=2)) == []
+
+
+class CountsInPlace(Small):
+    """``+=`` on a tensor binds the attribute to the tensor that it was."""
+
+    def __init__(self) -> None:
+        super().__init__(k=2)
+        self.calls = torch.zeros((), dtype=torch.int64)
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        self.calls += 1
+        return super().enter(inputs)
+
+
+class Swaps(CountsInPlace):
+    """Two tensors change places, which no replay does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = torch.ones((), dtype=torch.int64)
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        self.calls, self.other = self.other, self.calls
+        return Small.enter(self, inputs) * self.calls
+
+
+def test_counting_in_a_tensor_is_what_the_advice_means() -> None:
+    assert lint(CountsInPlace()) == []
+    pair = both(CountsInPlace, three_rows)
+    pair.draft(three_rows)
+    assert torch.equal(pair.fused.spec.calls, pair.eager.spec.calls)
+    assert any(f.is_error for f in lint(Swaps()))
+    with pytest.raises(UnsafeLoopError):
+        draftfuse.compile(Swaps(), compiler="none").decode(3)
+
+
+class ReadsOne(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        x = super().enter(inputs)
+        return x / (1 + x.abs().max().item())  # draftfuse: allow[host-sync] once
+
+
+def test_a_number_of_the_device_cannot_be_allowed() -> None:
+    (found,) = [f for f in lint(ReadsOne(k=2)) if f.is_error]
+    assert found.name == "host-sync"
+    assert "It cannot be allowed" in found.todo
+    with pytest.raises(UnsafeLoopError, match="host-sync"):
+        draftfuse.compile(ReadsOne(k=2), compiler="none").decode(3)
