@@ -26,6 +26,7 @@ from draftfuse.passes.collectives import collectives_of
 from draftfuse.passes.explicit_metadata import explicit_metadata
 from draftfuse.probe import computing_hook
 from draftfuse.report import BuildReport
+from draftfuse.short_traces import Short, ShortTraces
 from draftfuse.siblings import check_number, with_siblings
 from draftfuse.step_log import difference
 from draftfuse.trace import Trace, trace
@@ -49,6 +50,7 @@ class Settings:
     inspect: Callable[[Trace], None] = lambda traced: None  # the lint of a traced loop
     is_clean: Callable[[], bool] = lambda: True  # whether there are no findings so far
     copy_steps: bool = True  # trace some steps of a long loop, and copy those that repeat them
+    shorts: ShortTraces = field(default_factory=ShortTraces)  # traces of such steps, for loops of other lengths
 
 
 def build(
@@ -66,8 +68,9 @@ def build(
     traced = traced_loop(function, args, "num_reqs" if num_reqs is None else None, descriptor, settings)
     seconds = time.perf_counter() - start
     try:
-        from_disk = traced.entry is not None and traced.entry.said == FROM_DISK  # it has had its trial
-        trial = no_trial if from_disk else of_trace(function, args, traced, descriptor.num_reqs).check
+        from_disk = traced.entry is not None and traced.entry.said == FROM_DISK
+        tried = from_disk or traced.again  # it has had its trial
+        trial = no_trial if tried else of_trace(function, args, traced, descriptor.num_reqs).check
         return finish(traced, descriptor.num_steps, num_reqs, seconds, settings, descriptor.kind, trial)
     except EmissionError as error:
         if settings.emission == "segments":
@@ -98,7 +101,8 @@ def traced_loop(
         entry.said = "the IR on disk was not used: the loop computes something else now"
     codes: list[CodeType] = []
     if copies:
-        traced = traced_in_part(function, args, short, symbolic, descriptor, codes, note_facts=entry is not None)
+        part = Short(function, short, symbolic, k, with_facts=entry is not None)
+        traced = traced_in_part(part, args, descriptor, codes, settings)
     else:
         traced = trace(function, args, symbolic, note_facts=entry is not None)
     if entry is not None:
@@ -107,27 +111,32 @@ def traced_loop(
 
 
 def traced_in_part(
-    function: Callable[..., None],
-    args: tuple[Any, ...],
-    short: tuple[Any, ...],
-    symbolic: str | None,
-    descriptor: Descriptor,
-    codes: list[CodeType],
-    note_facts: bool,
+    short: Short, args: tuple[Any, ...], descriptor: Descriptor, codes: list[CodeType], settings: Settings
 ) -> Trace:
-    """The trace of ``short``, extended to all steps; of all of them where the rest do not repeat these."""
-    k = descriptor.num_steps
-    traced = trace(function, short, symbolic, note_facts)
+    """The trace of ``short``, extended to all steps; of all of them where the rest do not repeat these.
+
+    That of an earlier build is used again where it still is the loop's; findings are made anew each time.
+    """
+    function, symbolic, k = short.function, short.symbolic, short.k
+    known = settings.shorts.load(short) if settings.is_clean() else None
+    traced = known or trace(function, short.args, symbolic, short.with_facts)
+    if known is None:
+        settings.shorts.keep(short, traced)
     try:
         extend(traced, k)
         traced.reads = reads_of_copied_steps(function, (args[0], descriptor.num_reqs, *args[2:]), codes)
         traced.baked = with_siblings(traced.baked, {"spec": args[0]})
     except Irregular as reason:
+        settings.shorts.drop(short)
         traced = trace(function, args, symbolic)
         traced.irregular = str(reason)
         return traced
     traced.copied_steps = k - TRACED_STEPS
-    return traced
+    if known is None or of_trace(function, args, known, descriptor.num_reqs).agrees():
+        return traced
+    settings.shorts.drop(short)
+    codes.clear()
+    return traced_in_part(short, args, descriptor, codes, settings)
 
 
 def reads_of_copied_steps(
@@ -198,7 +207,7 @@ def finish(
     report = report_on(emission, k, num_reqs, done, trace_seconds, kind, settings)
     report.baked, report.reads, report.refused = traced.baked, traced.reads, refused
     report.trial, report.trial_seconds = trial_note, trial_seconds
-    report.copied_steps, report.irregular = traced.copied_steps, traced.irregular
+    report.copied_steps, report.irregular, report.again = traced.copied_steps, traced.irregular, traced.again
     report.entry, report.stored = traced.entry, traced.entry.said if traced.entry is not None else ""
     return emission, report
 

@@ -43,6 +43,7 @@ class BuildReport:
     refused: str = ""  # why another emission was built instead of the one asked for
     copied_steps: int = 0  # draft steps that repeat others: copied in the IR instead of traced
     reads: list[Read] = field(default_factory=list)  # what only copied steps read of Python objects
+    again: bool = False  # the steps in front of them were not traced either: an earlier build had done so
     irregular: str = ""  # why no step was copied where that was tried
     trial: str = ""  # how the trace differs from the loop, where their values are equal
     trial_seconds: float = 0.0
@@ -117,6 +118,7 @@ def explain_build(build: BuildReport) -> list[str]:
         f"traced in {build.trace_seconds:.1f} s, compiled in {build.compile_seconds:.1f} s"
     )
     head += f"\n  {build.copied_steps} of its steps copied, not traced" if build.copied_steps else ""
+    head += "\n  nothing traced: the trace of an earlier build was extended" if build.again else ""
     head += f"\n  traced step by step: {build.irregular}" if build.irregular else ""
     head += f"\n  trial: {build.trial}" if build.trial else ""
     head += f"\n  refused: {build.refused}" if build.refused else ""

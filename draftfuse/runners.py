@@ -37,6 +37,7 @@ from draftfuse.passes import ir
 from draftfuse.paths import plain
 from draftfuse.report import BuildReport, Report
 from draftfuse.scalar_guards import ScalarGuards
+from draftfuse.short_traces import ShortTraces
 from draftfuse.speculator import Guard
 from draftfuse.split import SplitLoop
 from draftfuse.state import Saved, fill_dummy, persistent_tensors
@@ -82,7 +83,10 @@ class Runners:
         self.pool, self.report = pool, report
         self.owns_pool = pool is None
         self.inspector = Inspector(spec, report.findings)
-        self.settings = replace(settings, inspect=self.inspector.after, is_clean=lambda: not report.findings)
+        shorts = ShortTraces(ladder.max_k)
+        self.settings = replace(
+            settings, inspect=self.inspector.after, is_clean=lambda: not report.findings, shorts=shorts
+        )
         self.workspace = Workspace()
         self.stream: Any = None  # of all captures
         self.made: dict[Descriptor, Runner] = {}
@@ -121,7 +125,7 @@ class Runners:
 
     def clear(self) -> None:
         """Drop every graph and all code."""
-        for store in (self.made, self._emissions, self._guarded, self._repeating):
+        for store in (self.made, self._emissions, self._guarded, self._repeating, self.settings.shorts):
             store.clear()
 
     def _on_dummies(self, descriptor: Descriptor, make: Callable[[], Runner]) -> Runner:
