@@ -22,11 +22,12 @@ from draftfuse import loop, python_state
 from draftfuse.compare import Rows, differences
 from draftfuse.errors import SourceLine, UnsafeLoopError
 from draftfuse.journal import Journal
+from draftfuse.lowering.segment import holds
 from draftfuse.numbering import LARGEST, TAP, Call, Numbering, Table, reachable, storage_of
 from draftfuse.passes import ir
 from draftfuse.passes.erase_taps import tap_lines
 from draftfuse.probe import fill_live, named_failures
-from draftfuse.state import Saved, persistent_tensors
+from draftfuse.state import Saved, fill_dummy, persistent_tensors
 from draftfuse.trace import Trace
 
 Run = Callable[[], None]
@@ -41,7 +42,8 @@ class Trial:
     loop: Run
     traced: Run
     tensors: list[Tensor]  # that the trace reads or writes
-    fill_live: Callable[[], object] = lambda: None  # makes the rows live ones
+    fill: Callable[[], object] = lambda: None  # makes the rows dead ones
+    fill_live: Callable[[], object] = lambda: None  # makes one of them a live one
     lines: dict[tuple[str, int], SourceLine | None] = field(default_factory=dict)
 
     def check(self) -> str:
@@ -54,7 +56,7 @@ class Trial:
             return ""
         kept = Saved(persistent_tensors(self.spec))
         try:
-            for fill in (lambda: None, self.fill_live):
+            for fill in (self.fill, self.fill_live):
                 fill()
                 with _dummy_states(self.spec), torch.no_grad():
                     if (found := self._first_difference()) is not None:
@@ -68,6 +70,7 @@ class Trial:
         table: Table = {}
         kept = Saved(persistent_tensors(self.spec))
         try:
+            self.fill()
             with torch.no_grad():
                 return bool(self._number(self.loop, table) == self._number(self.traced, table))
         finally:
@@ -186,7 +189,12 @@ def _differ(expected: Tensor, got: Tensor | None) -> tuple[object, object] | Non
 
 
 def of_trace(function: Callable[..., None], args: tuple[Any, ...], traced: Trace, num_reqs: int) -> Trial:
-    """The trial of ``traced``, which is that of ``function(spec, num_reqs, *rest)``, at ``num_reqs`` rows."""
+    """The trial of ``traced``, which is that of ``function(spec, num_reqs, *rest)``, at ``num_reqs`` rows.
+
+    At the rows of ``args`` where its guards refuse those: it serves others.
+    """
+    if not holds([g.expr for g in traced.fake_mode.shape_env.guards] if traced.symbol is not None else [], num_reqs):
+        num_reqs = args[1]
     given = [_value(node, traced, num_reqs) for node in ir.placeholders(traced.graph)]
     run = fx.Interpreter(traced.module).run
     whole = (args[0], num_reqs, *args[2:])
@@ -196,6 +204,7 @@ def of_trace(function: Callable[..., None], args: tuple[Any, ...], traced: Trace
         lambda: function(*whole),
         lambda: run(*given),
         [*traced.tensors.values()],
+        lambda: fill_dummy(args[0], num_reqs, query_len),
         lambda: fill_live_row(args[0], num_reqs, query_len),
         tap_lines(traced.graph),
     )
