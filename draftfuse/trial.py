@@ -193,7 +193,8 @@ def of_trace(function: Callable[..., None], args: tuple[Any, ...], traced: Trace
 
     At the rows of ``args`` where its guards refuse those: it serves others.
     """
-    if not holds([g.expr for g in traced.fake_mode.shape_env.guards] if traced.symbol is not None else [], num_reqs):
+    environment: Any = traced.fake_mode.shape_env
+    if traced.symbol is not None and not holds([guard.expr for guard in environment.guards], num_reqs):
         num_reqs = args[1]
     given = [_value(node, traced, num_reqs) for node in ir.placeholders(traced.graph)]
     run = fx.Interpreter(traced.module).run
