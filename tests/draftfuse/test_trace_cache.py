@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftfuse import build, runners, trace_cache
+from draftfuse.passes.findings import Finding
 from draftfuse.trace_cache import FROM_DISK, SWITCH
 from draftfuse.trace_facts import Facts, Question, Scope, is_path
 from tests.draftfuse import stored as module
@@ -366,7 +367,8 @@ def test_what_cannot_be_asked_again_is_not_kept(on_disk: Path, klass: type[Store
 
 
 def test_a_loop_with_findings_is_traced_each_time(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runners.Inspector, "before", lambda self, descriptor: self.findings.append("a finding"))
+    found = Finding("warning", "side-effect", "a finding", "nothing")
+    monkeypatch.setattr(runners.Inspector, "before", lambda self, descriptor: self.findings.append(found))
     drafted(stored)
     assert not on_disk.exists()
 
