@@ -18,6 +18,7 @@ import draftfuse
 from draftfuse import bisect as bisect_module
 from draftfuse import tapped
 from draftfuse.audit_report import AuditReport, Divergence
+from draftfuse.backends import unregister_backend
 from draftfuse.bisect import bisect, write_reproduction
 from draftfuse.build import passes_for
 from draftfuse.cli import app
@@ -115,6 +116,8 @@ def test_lint_takes_every_example(path: Path) -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        if path.stem == "custom_backend":
+            unregister_backend("attention_sinks")
     assert (result.exit_code, result.stdout) == (0, "nothing found\n"), result.output
 
 
