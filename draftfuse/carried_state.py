@@ -6,7 +6,6 @@ counter counts on from step to step.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from draftfuse import loop, python_changes, python_state
 from draftfuse.journal import Journal
-from draftfuse.numbering import Numbering, Table, storage_of
+from draftfuse.numbering import Numbering, Table
 from draftfuse.passes.findings import ERROR, Finding
 
 Before = Callable[[int], None]  # called with the number of a step, between its metadata and its forward
@@ -45,7 +44,7 @@ def _changes(spec: Any, rows: int, k: int) -> list[python_changes.Change]:
     def look(step: int) -> None:
         states.append(python_state.of_speculator(spec))
         for change in python_changes.diff(states[0], states[-1]):
-            if not _is_builders(change.path):
+            if not change.is_builders:
                 found.setdefault(change.path, change)
 
     _run(spec, rows, k, look, lambda: None)
@@ -57,7 +56,7 @@ def _is_independent(spec: Any, rows: int, k: int, before: python_state.State) ->
     table: Table = {}
     whole, apart = Numbering(table), Numbering(table)
     with whole:
-        _run(spec, rows, k, lambda step: None, lambda: None, whole)
+        _run(spec, rows, k, lambda step: None, lambda: None)
     before.restore()
     first: list[python_state.State] = []
     here: list[python_state.State] = []
@@ -68,13 +67,12 @@ def _is_independent(spec: Any, rows: int, k: int, before: python_state.State) ->
         first[0].restore()
 
     with apart:
-        _run(spec, rows, k, go_back, lambda: here[-1].restore(), apart)  # builders go on from what they left
-    storages = {storage_of(t) for t in before.tensors.values()}
-    left = ({key: n for key, n in run.memory.items() if key in storages} for run in (whole, apart))
-    return whole.taps == apart.taps and operator.eq(*left)
+        _run(spec, rows, k, go_back, lambda: here[-1].restore())  # builders go on from what they left
+    tensors = before.tensors.values()
+    return whole.taps == apart.taps and whole.left(tensors) == apart.left(tensors)
 
 
-def _run(spec: Any, rows: int, k: int, before: Before, after: After, numbering: Numbering | None = None) -> None:
+def _run(spec: Any, rows: int, k: int, before: Before, after: After) -> None:
     """The eager loop of decode steps, with a call around the forward, sample and advance of each."""
     loop.run_hook(spec, "on_multi_step_decode_begin")
     inputs = spec.inputs.view(rows, rows)
@@ -86,10 +84,6 @@ def _run(spec: Any, rows: int, k: int, before: Before, after: After, numbering: 
         inputs.draft_tokens[:, step].copy_(tokens)
         after()
     loop.run_hook(spec, "on_multi_step_decode_end")
-
-
-def _is_builders(path: str) -> bool:
-    return path.startswith("spec.attn_groups[") and ".builder" in path
 
 
 def _finding(change: python_changes.Change) -> Finding:

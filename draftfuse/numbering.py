@@ -69,6 +69,11 @@ class Numbering(TorchDispatchMode):
                 self.memory[storage_of(tensor)] = self._number("made", number, slot)
         return result
 
+    def left(self, tensors: Iterable[Tensor]) -> dict[int, int]:
+        """Numbers of what the run wrote of the memory behind ``tensors``, by storage."""
+        keys = map(storage_of, tensors)
+        return {key: self.memory[key] for key in keys if key in self.memory}
+
     def _number(self, *parts: Any) -> int:
         return self._table.setdefault(parts, len(self._table))
 

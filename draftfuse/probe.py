@@ -184,7 +184,7 @@ def computing_hook(came: str, source: SourceLine | None) -> UnsafeLoopError:
 
 def of_change(change: python_changes.Change) -> Finding:
     """A change of Python state as a finding: losing a tensor is an error, losing a count is a warning."""
-    phase = "refresh" if change.path.startswith("spec.attn_groups[") and ".builder" in change.path else "forward"
+    phase = "refresh" if change.is_builders else "forward"
     if change.kind == "tensor":
         text = f"the loop binds a tensor to {change}, where no replay would bind it again"
         todo = "Allocate the tensor once, and copy_ into it."

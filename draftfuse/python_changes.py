@@ -20,6 +20,11 @@ class Change:
     kind: str  # "value", "tensor", "entry" or "iterator"
     source: SourceLine | None = None
 
+    @property
+    def is_builders(self) -> bool:
+        """Whether it is state of a metadata builder, which runs in Python in a split loop."""
+        return self.path.startswith("spec.attn_groups[") and ".builder" in self.path
+
     def __str__(self) -> str:
         return f"{self.path}: {self.before} -> {self.after}"
 

@@ -24,7 +24,7 @@ from draftfuse.errors import SourceLine, UnsafeLoopError
 from draftfuse.groups import is_parallel
 from draftfuse.journal import Journal
 from draftfuse.lowering.segment import holds
-from draftfuse.numbering import LARGEST, TAP, Call, Numbering, Table, reachable, storage_of
+from draftfuse.numbering import LARGEST, TAP, Call, Numbering, Table, reachable
 from draftfuse.passes import ir
 from draftfuse.passes.erase_taps import tap_lines
 from draftfuse.probe import fill_live, named_failures
@@ -80,7 +80,7 @@ class Trial:
     def _number(self, run: Run, table: Table) -> Any:
         with self._state_kept(), Numbering(table) as numbering:
             run()
-        return numbering.taps, self._left(numbering)
+        return numbering.taps, numbering.left(self.tensors)
 
     def _first_difference(self) -> UnsafeLoopError | None:
         first, again, traced = (self._values(run) for run in (self.loop, self.loop, self.traced))
@@ -105,7 +105,7 @@ class Trial:
         for numbering, run in ((mine, self.loop), (again, self.loop), (its, self.traced)):
             with self._all_kept(), numbering:
                 run()
-        needed = reachable(table, [*mine.taps.values(), *self._left(mine).values()])
+        needed = reachable(table, [*mine.taps.values(), *mine.left(self.tensors).values()])
         known = {call.number for call in its.calls}
         values = {value for call in its.calls for value in call.values}
         for call, other in zip_longest(mine.calls, again.calls):
@@ -116,16 +116,10 @@ class Trial:
                 return found
         return None
 
-    def _left(self, numbering: Numbering) -> dict[int, int]:
-        """Numbers of what a run wrote, by storage."""
-        keys = map(storage_of, self.tensors)
-        return {key: numbering.memory[key] for key in keys if key in numbering.memory}
-
     def _values(self, run: Run) -> dict[tuple[str, int], Tensor]:
         with self._all_kept(), _Taps() as taps:
             run()
-        found: dict[tuple[str, int], Tensor] = dict(taps.values)
-        return found
+        return dict[tuple[str, int], Tensor](taps.values)
 
     @contextmanager
     def _all_kept(self) -> Iterator[None]:

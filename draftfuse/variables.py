@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from draftfuse.passes.switch import CHECK, OFF, ON, choice
+from draftfuse.passes.switch import VLLM_COMPILER as VLLM_COMPILER
 from draftfuse.trace_cache import SWITCH as TRACE_CACHE
 
 DISABLE = "DRAFTFUSE_DISABLE"
-VLLM, VLLM_COMPILER, VLLM_ONE_GRAPH = "DRAFTFUSE_VLLM", "DRAFTFUSE_VLLM_COMPILER", "DRAFTFUSE_VLLM_ONE_GRAPH"
+VLLM, VLLM_ONE_GRAPH = "DRAFTFUSE_VLLM", "DRAFTFUSE_VLLM_ONE_GRAPH"
 VLLM_COMPILERS = ("none", "inductor")
 PREFIX = "DRAFTFUSE_"
 

@@ -27,11 +27,10 @@ from draftfuse.passes.drop_dead_refresh import drop_dead_refresh
 from draftfuse.passes.erase_taps import erase_taps
 from draftfuse.passes.hoist_invariants import hoist_invariants
 from draftfuse.passes.linears_by_rows import linears_by_rows
-from draftfuse.passes.switch import CHECK, is_on
+from draftfuse.passes.switch import CHECK, VLLM_COMPILER, is_on
 
 VLLM_BASE = "vllm.compilation.passes.inductor_pass"  # home of the class that vLLM asks its passes to be
 MARKER = torch.ops.draftfuse.marker.default
-COMPILER = "DRAFTFUSE_VLLM_COMPILER"
 assert (_marker.__name__, _linear_by_rows.__name__) == ("marker", "linear_by_rows")  # both are registered
 
 
@@ -91,7 +90,7 @@ def passes_for(graph: fx.Graph) -> tuple[Pass, ...]:
 
 def may_choose_kernels() -> bool:
     """Whether products may come to draftfuse's kernels: where vLLM's plug-in compiles, and not with ``none``."""
-    return os.environ.get(COMPILER) == "inductor"
+    return os.environ.get(VLLM_COMPILER) == "inductor"
 
 
 def adopt(module: ModuleType) -> None:

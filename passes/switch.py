@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from draftfuse.errors import InvalidOptionError
 
 OFF, ON = "0", "1"
+VLLM_COMPILER = "DRAFTFUSE_VLLM_COMPILER"
 CHECK = "DRAFTFUSE_CHECK"  # the IR is verified after every pass
 
 

@@ -72,7 +72,7 @@ def test_hidden_writes_keep_values_apart() -> None:
 
 def test_products_choose_their_kernel_only_where_the_plug_in_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = draftfuse.post_grad_pass.uuid()
-    monkeypatch.setenv(hook.COMPILER, "inductor")
+    monkeypatch.setenv(hook.VLLM_COMPILER, "inductor")
     assert len(hook.passes_for(graph_of(marked=True))) == 4
     assert draftfuse.post_grad_pass.uuid() != plain
 
