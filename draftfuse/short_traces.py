@@ -20,7 +20,7 @@ from draftfuse.scalar_guards import ScalarGuards
 from draftfuse.trace import Trace
 from draftfuse.trace_cache import has_modes, surroundings, without_collection
 from draftfuse.trace_facts import Facts, NotCacheable, Scope
-from draftfuse.trace_store import from_json, sources, to_json
+from draftfuse.trace_store import restored, sources, to_json
 from draftfuse.unroll import TRACED_STEPS
 
 MOST = 4  # traces kept at a time: symbolic and for one row, of decode and of propose
@@ -130,10 +130,7 @@ def _loaded(kept: _Kept, short: Short) -> Trace:
         raise NotCacheable("nobody asked what the trace rests on")
     if kept.facts is not None and (fact := kept.facts.broken(short.scope)):
         raise NotCacheable(fact)
-    traced = from_json(data, kept.tensors)
-    back = json.loads(json.dumps(to_json(traced)))
-    if changed := [part for part in data if part not in ("baked", "guards") and back[part] != data[part]]:
-        raise NotCacheable(f"the graph does not come back as it was: {changed}")
+    traced = restored(data, kept.tensors)
     traced.baked, traced.again = dict(kept.baked), True
     traced.facts = None if kept.facts is None else _copy(kept.facts)
     return traced

@@ -33,7 +33,7 @@ from draftfuse.passes.switch import is_on
 from draftfuse.paths import MISSING, plain
 from draftfuse.trace import Trace
 from draftfuse.trace_facts import Facts, NotCacheable, Question, Scope, reason_of
-from draftfuse.trace_store import from_json, sources, to_json
+from draftfuse.trace_store import from_json, restored, sources, to_json
 
 SWITCH = "DRAFTFUSE_TRACE_CACHE"
 KEPT = 512  # files; the oldest go first
@@ -134,9 +134,7 @@ class Entry:
         data = json.loads(json.dumps(to_json(traced)))
         if moved := [p for n, p in sources(data).items() if self.scope.at(p) is not traced.tensors[n]]:
             raise NotCacheable(f"{plain(moved[0])} is another tensor than the one that was traced")
-        back = to_json(from_json(data, traced.tensors))
-        if changed := [part for part in data if part not in ("baked", "guards") and back[part] != data[part]]:
-            raise NotCacheable(f"the graph does not come back as it was: {changed}")
+        restored(data, traced.tensors)
         found = places(self.spec, traced.tensors)
         reads = stored_reads.to_json(traced.reads)
         write(self.file, {"facts": self.facts.to_json(), "places": found, "trace": data, "reads": reads})

@@ -224,6 +224,19 @@ def operator_at(name: str, schema: str) -> OpOverload:
     return found
 
 
+def restored(data: dict[str, Any], tensors: dict[str, Any]) -> Trace:
+    """:func:`from_json`, for a graph that comes back as it was.
+
+    Raises:
+        NotCacheable: it does not.
+    """
+    traced = from_json(data, tensors)
+    back = to_json(traced)
+    if changed := [part for part in data if part not in ("baked", "guards") and back[part] != data[part]]:
+        raise NotCacheable(f"the graph does not come back as it was: {changed}")
+    return traced
+
+
 def sources(data: dict[str, Any]) -> dict[str, str]:
     """Where the tensor of each placeholder stands, by the placeholder's name."""
     found = {n[1]: n[5][3] for n in data["nodes"] if n[0] == "placeholder" and "tensor" in n[6]}

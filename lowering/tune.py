@@ -7,7 +7,6 @@ once (each replaces the file whole).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftfuse.lowering import kept_file
 from draftfuse.lowering.file_lock import locked
 
 ROTATED_BYTES = 160 << 20  # more than twice the L2 of a Hopper GPU
@@ -86,17 +86,15 @@ def graph_time(call: Callable[[Tensor], object], weights: Sequence[Tensor]) -> f
 
 
 def _file(device: torch.device) -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     name = torch.cuda.get_device_name(device).replace(" ", "-")
-    return Path(cache_dir()) / "draftfuse" / f"small-linear-{name}-{torch.__version__}-{torch.version.cuda}.json"
+    return kept_file.cached(f"small-linear-{name}-{torch.__version__}-{torch.version.cuda}.json")
 
 
 def _load(device: torch.device) -> dict[str, str | list[int]]:
     """What was measured; nothing where the file is damaged, so that it is measured again."""
     try:
-        found = json.loads(_file(device).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = kept_file.read(_file(device))
+    except (OSError, kept_file.Damaged):
         return {}
     return {key: best for key, best in found.items() if _is_choice(best)} if isinstance(found, dict) else {}
 
@@ -109,9 +107,5 @@ def _is_choice(best: object) -> bool:
 
 def _save(device: torch.device, known: dict[str, str | list[int]]) -> None:
     """Keep what was measured; where the disk refuses, another process measures again."""
-    file = _file(device)
     with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".{id(known)}")
-        temporary.write_text(json.dumps(known, sort_keys=True), encoding="utf-8")
-        temporary.replace(file)
+        kept_file.write(_file(device), known)
