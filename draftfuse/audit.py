@@ -24,12 +24,14 @@ from draftfuse.journal import Journal
 from draftfuse.speculator import DraftBatch
 from draftfuse.state import Saved, pad, persistent_tensors
 from draftfuse.tapped import Recording, Tapped, Values
+from draftfuse.variables import refuse_disabled
 
 
 def audit(fused: Any, batch: DraftBatch, k: int | None = None) -> AuditReport:
     """Compare ``fused`` with the eager loop on ``batch``; see :meth:`draftfuse.FusedDraft.audit`."""
     from draftfuse.compiler import compile
 
+    refuse_disabled("an audit")
     k = validate.check_k(fused.ladder.max_k if k is None else k, fused.ladder.max_k)
     batches.check_batch(fused.spec, batch)
     start = time.perf_counter()

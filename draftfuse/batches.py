@@ -15,16 +15,19 @@ from draftfuse.speculator import DraftBatch
 
 def check_length(max_seq_len: object, largest: int) -> None:
     """Raise :class:`InvalidBatchError` unless ``max_seq_len`` can be a host bound on seq_lens, 0..largest."""
-    if not isinstance(max_seq_len, int) or isinstance(max_seq_len, bool) or not 0 <= max_seq_len <= largest:
-        todo = "Pass the longest seq_len of the batch, or None."
-        raise InvalidBatchError("max_seq_len is out of range", repr(max_seq_len), f"0..max_model_len={largest}", todo)
+    _check_range(
+        "max_seq_len", max_seq_len, largest, "max_model_len", "Pass the longest seq_len of the batch, or None."
+    )
 
 
 def check_rows(num_reqs: object, largest: int) -> None:
     """Raise :class:`InvalidBatchError` unless ``num_reqs`` is a number of requests, 0..largest."""
-    if not isinstance(num_reqs, int) or isinstance(num_reqs, bool) or not 0 <= num_reqs <= largest:
-        todo = "Split the batch, or compile a larger speculator."
-        raise InvalidBatchError("num_reqs is out of range", repr(num_reqs), f"0..max_num_reqs={largest}", todo)
+    _check_range("num_reqs", num_reqs, largest, "max_num_reqs", "Split the batch, or compile a larger speculator.")
+
+
+def _check_range(name: str, number: object, largest: int, bound: str, todo: str) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= largest:
+        raise InvalidBatchError(f"{name} is out of range", repr(number), f"0..{bound}={largest}", todo)
 
 
 def are_counts(*numbers: object) -> bool:
@@ -163,6 +166,9 @@ def check_values(batch: DraftBatch) -> None:
         _refuse_values("seq_lens does not fit max_seq_len", lengths, f"0..{batch.max_seq_len}")
     if not all(0 <= drop < query for drop, query in zip(rejected, queries, strict=True)):
         _refuse_values("num_rejected does not fit query_start_loc", rejected, f"at least 0 and below {queries}")
+    temperatures = batch.temperature[:rows].tolist()
+    if not all(temperature >= 0 for temperature in temperatures):  # NaN is not
+        _refuse_values("temperature has no meaning", temperatures, "0 (greedy) or more")
 
 
 def _refuse_values(what: str, came: object, expected: object) -> NoReturn:

@@ -26,6 +26,7 @@ class Command(TyperCommand):
             raise typer.Exit(2) from error
 
 
+MOST_DRAFTS = 32  # the packaged head was trained for a few; more only compile longer
 HELP = (
     "Compiler of draft loops for speculative decoding. Exit codes: 0 all is well, 1 something was found, "
     "2 the command was refused."
@@ -47,7 +48,7 @@ def main(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command(cls=Command)
 def demo(
     text: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Take prompts from this file.")] = None,
-    k: Annotated[int, typer.Option("--k", min=2, help="Draft tokens a step.")] = 4,
+    k: Annotated[int, typer.Option("--k", min=2, max=MOST_DRAFTS, help="Draft tokens a step.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     compiler: Annotated[str, typer.Option(help="inductor, or none for the eager kernels.")] = "inductor",
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each request.")] = 64,

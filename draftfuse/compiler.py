@@ -12,7 +12,7 @@ from draftfuse.dispatch import Ladder
 from draftfuse.environment import require_triton_on
 from draftfuse.fused import FusedDraft
 from draftfuse.passes.switch import is_on
-from draftfuse.variables import DISABLE, check_variables
+from draftfuse.variables import DISABLE, check_folders, check_variables
 
 
 def compile(
@@ -75,6 +75,8 @@ def compile(
     capacities = validate.check_capacities(request_capacities, speculator.max_num_reqs)
     validate.check_budget(graph_memory_budget)
     check_variables()
+    if compiler == "inductor" and mode != "eager":
+        check_folders()
     mode, disabled = ("eager", True) if is_on(DISABLE) else (mode, False)
     ladder = Ladder(capacities, largest, one_launch and mode in ("auto", "fused"), table)
     settings = Settings(compiler=compiler, emission=emission, disable=left_out, dump=dump)

@@ -6,6 +6,7 @@ The template is: what is wrong, what came, what was expected, what to do. Intern
 from __future__ import annotations
 
 import linecache
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +28,11 @@ class SourceLine:
         return f"{self.file}:{self.line}: {self.text}" if self.text else f"{self.file}:{self.line}"
 
 
+def without_addresses(text: str) -> str:
+    """``text`` without the addresses in Python's default repr of an object: they say nothing, and change each time."""
+    return re.sub(r" at 0x[0-9a-fA-F]+(?=>)", "", text)
+
+
 class DraftfuseError(Exception):
     """Base of all errors that draftfuse raises on purpose."""
 
@@ -35,11 +41,12 @@ class DraftfuseError(Exception):
     ) -> None:
         self.what, self.came, self.expected, self.todo, self.source = what, came, expected, todo, source
         at = f"\n  {source}" if source is not None else ""
-        super().__init__(f"{what}: got {came}, expected {expected}. {todo}{at}{more}")
+        super().__init__(without_addresses(f"{what}: got {came}, expected {expected}. {todo}{at}{more}"))
 
     def as_dict(self) -> dict[str, Any]:
         """The parts of the message by name, as JSON takes them."""
         parts = {"what": self.what, "came": str(self.came), "expected": str(self.expected), "todo": self.todo}
+        parts = {name: without_addresses(text) for name, text in parts.items()}
         return {"class": type(self).__name__, **parts, "source": None if self.source is None else asdict(self.source)}
 
 

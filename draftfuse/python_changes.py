@@ -67,7 +67,7 @@ def show(leaf: Any) -> str:
     if leaf is None:
         return "nothing"
     if leaf[0] == "tensor":
-        return f"a tensor {leaf[3]}{list(leaf[2])} at {leaf[1]:#x}"
+        return f"a tensor {leaf[3]}{list(leaf[2])}"
     if _is_container(leaf):
         return f"{leaf[0]} of {leaf[1]}"
     return repr(leaf[1]) if len(leaf) > 1 else f"a {leaf[0]}"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from draftfuse.attribute_reads import Read
 from draftfuse.dispatch import Descriptor
+from draftfuse.errors import without_addresses
 from draftfuse.passes import PassReport
+
+ATTRIBUTES = ".__dict__"
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Report:
 
     def fall_back(self, what: str, mode: str, reason: str) -> None:
         """Note a fallback once; count it every time."""
-        entry = Fallback(what, mode, reason)
+        entry = Fallback(what, mode, without_addresses(reason))
         self.counts["fallbacks"] += 1
         if entry not in self.fallbacks:
             self.fallbacks.append(entry)
@@ -102,11 +105,26 @@ class Report:
             lines += explain_build(build)
         lines += [f"group {g['index']} ({g['builder']}): {g['kind']}; {g['fields']}" for g in self.groups]
         lines += [f"reads {path}: rewrite it only behind batch_consumed" for path in self.external]
-        lines += [f"taken from Python: {path} = {value!r}" for path, value in sorted(self.baked.items())]
+        lines += taken_from_python(self.baked)
         lines += [f"fallback: {f}" for f in self.fallbacks]
         lines += [str(f) for f in self.findings]
         lines += [f"{name}: {count}" for name, count in sorted(self.counters.items())]
-        return "\n".join(lines)
+        return without_addresses("\n".join(lines))
+
+
+def taken_from_python(baked: Mapping[str, Any]) -> list[str]:
+    """A line for each value, and one for all attributes that the objects themselves lack."""
+    absent = [path for path, value in baked.items() if value is False and path.endswith(ATTRIBUTES)]
+    lines = [f"taken from Python: {path} = {value!r}" for path, value in sorted(baked.items()) if path not in absent]
+    found = {_owner_and_name(path) for path in absent}
+    names = sorted(f"{owner}.{name}" for owner, name in found if not name.startswith("__"))  # those are Python's own
+    return [*lines, *([f"not set on the object itself: {', '.join(names)}"] if names else [])]
+
+
+def _owner_and_name(path: str) -> tuple[str, str]:
+    """``'advance' in spec.__dict__`` -> ``("spec", "advance")``."""
+    name, owner = path.split(" in ", 1)
+    return owner.removesuffix(ATTRIBUTES), name.strip("'")
 
 
 def explain_build(build: BuildReport) -> list[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from draftfuse.passes.switch import CHECK, OFF, ON, choice
+from draftfuse.errors import InvalidOptionError
+from draftfuse.passes.switch import CHECK, OFF, ON, choice, is_on
 from draftfuse.passes.switch import VLLM_COMPILER as VLLM_COMPILER
 from draftfuse.trace_cache import SWITCH as TRACE_CACHE
 
@@ -35,12 +37,33 @@ VARIABLES = (
     Variable(VLLM_ONE_GRAPH, "vLLM 0.25 and 0.26 propose a uniform batch in one graph", default=ON),
 )
 COMPILE_READS = (DISABLE, TRACE_CACHE, CHECK)
+CACHE_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # torch and Triton write there, and name no variable
 
 
 def check_variables() -> None:
     """Raise :class:`InvalidOptionError` where a variable that a compiled loop depends on has no meaning."""
     for name in COMPILE_READS:
         choice(name)
+
+
+def check_folders() -> None:
+    """Raise :class:`InvalidOptionError` where a cache folder that a variable names is no folder."""
+    for name in CACHE_FOLDERS:
+        if (given := os.environ.get(name)) and not _can_be_folder(Path(given)):
+            raise InvalidOptionError(f"{name} names no folder", given, "a folder", "Correct or unset the variable.")
+
+
+def _can_be_folder(path: Path) -> bool:
+    """Whether ``path``, or the nearest thing above it that there is, is a folder."""
+    there = next((place for place in (path, *path.absolute().parents) if place.exists()), path)
+    return there.is_dir()
+
+
+def refuse_disabled(what: str) -> None:
+    """Raise :class:`InvalidOptionError` for ``what`` looks at compiled code, where none is to be made."""
+    if is_on(DISABLE):
+        came, expected = f"{DISABLE}=1", "unset or 0: every loop runs eager, and there is nothing to compare with it"
+        raise InvalidOptionError(f"{what} needs a compiled loop", came, expected, "Unset the variable.")
 
 
 def in_words() -> Iterator[tuple[str, str, str]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from draftfuse.errors import SourceLine
+from draftfuse.errors import SourceLine, without_addresses
 
 ERROR, WARNING = "error", "warning"
 CLASSES = {
@@ -54,7 +54,7 @@ class Finding:
     def __str__(self) -> str:
         at = f"\n  {self.source}" if self.source is not None else ""
         head = f"allowed ({self.allowed})" if self.allowed is not None else self.severity
-        return f"{head} [{self.name}] {self.text}. {self.todo}{at}"
+        return without_addresses(f"{head} [{self.name}] {self.text}. {self.todo}{at}")
 
     @property
     def is_error(self) -> bool:

@@ -287,6 +287,8 @@ VALUES: dict[str, tuple[str, Any, str]] = {
         "query_start_loc does not fit max_query_len: got 5, expected at most 3 tokens a request",
     ),
     "a bound too low": ("max_seq_len", 8, r"seq_lens does not fit max_seq_len: got \[5, 9, 3\], expected 0..8"),
+    "a negative temperature": ("temperature", torch.tensor([0.0, -0.5, 1.0]), "temperature has no meaning"),
+    "no temperature": ("temperature", torch.tensor([0.0, float("nan"), 1.0]), r"got \[0.0, nan, 1.0\], expected 0"),
     "a negative length": ("seq_lens", torch.tensor([5, -1, 3]), "seq_lens does not fit max_seq_len"),
     "all rejected": ("num_rejected", torch.tensor([0, 3, 0]), r"num_rejected does not fit query_start_loc: got \[0, 3"),
     "less than none": ("num_rejected", torch.tensor([0, -1, 0]), "num_rejected does not fit query_start_loc"),

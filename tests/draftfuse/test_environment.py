@@ -191,6 +191,18 @@ def test_a_variable_without_meaning_is_refused_and_an_empty_one_is_unset(
     assert found_by_doctor(name) == ("empty, as if unset", "")
 
 
+@pytest.mark.parametrize("name", variables.CACHE_FOLDERS)
+def test_a_cache_folder_that_is_a_file_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for given in (tmp_path / "file", tmp_path / "file" / "below"):
+        monkeypatch.setenv(name, str(given))
+        with pytest.raises(InvalidOptionError, match=f"{name} names no folder"):
+            draftfuse.compile(Small(k=2))
+        draftfuse.compile(Small(k=2), compiler="none")
+    monkeypatch.setenv(name, str(tmp_path / "new" / "folder"))
+    draftfuse.compile(Small(k=2))
+
+
 def test_doctor_names_the_state_of_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(variables.VLLM, raising=False)
     found = found_by_doctor("plug-in")[0]

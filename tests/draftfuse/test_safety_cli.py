@@ -23,7 +23,7 @@ from draftfuse.bisect import bisect, write_reproduction
 from draftfuse.build import passes_for
 from draftfuse.cli import app
 from draftfuse.errors import InvalidOptionError
-from draftfuse.loading import load
+from draftfuse.loading import dummy_batch, load
 from draftfuse.passes import ir, name_of
 from tests.failures.small import Small
 
@@ -291,3 +291,7 @@ def test_the_switch_runs_everything_eager(monkeypatch: pytest.MonkeyPatch) -> No
     fused.decode(2)
     assert fused.report.builds == []
     assert fused.report.counters["eager steps"] == 1
+    with pytest.raises(InvalidOptionError, match="an audit needs a compiled loop: got DRAFTFUSE_DISABLE=1"):
+        fused.audit(dummy_batch(fused.spec))
+    with pytest.raises(InvalidOptionError, match="needs a compiled loop"):
+        bisect(right, "none")
