@@ -181,7 +181,7 @@ class FusedDraft:
 
         Returns:
             A report: ``first`` is the first divergence (draft step, phase, tensor, request, expected, got, source
-            line), ``ok`` says that there is none. Refused under DRAFTFUSE_DISABLE=1.
+            line), ``ok`` says that there is none.
         """
         from draftfuse.audit import audit
 
