@@ -15,7 +15,7 @@ from torch import fx
 from draftfuse import passes, python_state
 from draftfuse.attribute_reads import AttributeReads, ChangedRead, Read
 from draftfuse.dispatch import PREFILL, Descriptor
-from draftfuse.errors import EmissionError, UnsafeLoopError
+from draftfuse.errors import EmissionError, UnsafeLoopError, UntraceableLoopError
 from draftfuse.groups import is_parallel
 from draftfuse.lowering.effects import effects_in, hidden_reads
 from draftfuse.lowering.emit import Emission, emit
@@ -30,7 +30,7 @@ from draftfuse.short_traces import Short, ShortTraces
 from draftfuse.siblings import check_number, with_siblings
 from draftfuse.step_log import difference
 from draftfuse.trace import Trace, trace
-from draftfuse.trace_cache import FROM_DISK, entry_for
+from draftfuse.trace_cache import entry_for
 from draftfuse.trial import no_trial, of_trace
 from draftfuse.unroll import TRACED_STEPS, Irregular, extend
 
@@ -68,9 +68,7 @@ def build(
     traced = traced_loop(function, args, "num_reqs" if num_reqs is None else None, descriptor, settings)
     seconds = time.perf_counter() - start
     try:
-        from_disk = traced.entry is not None and traced.entry.said == FROM_DISK
-        tried = from_disk or traced.again  # it has had its trial
-        trial = no_trial if tried else of_trace(function, args, traced, descriptor.num_reqs).check
+        trial = no_trial if traced.tried else of_trace(function, args, traced, descriptor.num_reqs).check
         return finish(traced, descriptor.num_steps, num_reqs, seconds, settings, descriptor.kind, trial)
     except EmissionError as error:
         if settings.emission == "segments":
@@ -92,11 +90,12 @@ def traced_loop(
     They are seen to repeat at the descriptor's rows, whatever number of rows ``args`` traces with.
     """
     k = descriptor.num_steps
-    copies = settings.copy_steps and k > TRACED_STEPS and descriptor.kind != PREFILL and not is_parallel()
-    short = (*args[:-2], TRACED_STEPS, args[-1]) if copies else args
+    copies = settings.copy_steps and k >= TRACED_STEPS and descriptor.kind != PREFILL and not is_parallel()
+    short = (*args[:-2], TRACED_STEPS, args[-1], True) if copies else args
     entry = None if is_parallel() else entry_for(function, args, short, symbolic, descriptor)
     if entry is not None and (known := entry.load()) is not None:
         if of_trace(function, args, known, descriptor.num_reqs).agrees():
+            known.tried = True
             return known
         entry.said = "the IR on disk was not used: the loop computes something else now"
     codes: list[CodeType] = []
@@ -117,26 +116,60 @@ def traced_in_part(
 
     That of an earlier build is used again where it still is the loop's; findings are made anew each time.
     """
-    function, symbolic, k = short.function, short.symbolic, short.k
     known = settings.shorts.load(short) if settings.is_clean() else None
-    traced = known or trace(function, short.args, symbolic, short.with_facts)
-    if known is None:
-        settings.shorts.keep(short, traced)
     try:
-        extend(traced, k)
-        traced.reads = reads_of_copied_steps(function, (args[0], descriptor.num_reqs, *args[2:]), codes)
-        traced.baked = with_siblings(traced.baked, {"spec": args[0]})
+        traced = known or _fresh(short, settings)
+        extend(traced, short.k)
+        _guard_copied_steps(traced, short, args, descriptor, codes)
+        _try(traced, short.function, args, descriptor)
     except Irregular as reason:
         settings.shorts.drop(short)
-        traced = trace(function, args, symbolic)
+        codes.clear()
+        if known is not None and isinstance(reason, _Parted):
+            return traced_in_part(short, args, descriptor, codes, settings)
+        traced = trace(short.function, args, short.symbolic)
         traced.irregular = str(reason)
-        return traced
-    traced.copied_steps = k - TRACED_STEPS
-    if known is None or of_trace(function, args, known, descriptor.num_reqs).agrees():
-        return traced
-    settings.shorts.drop(short)
-    codes.clear()
-    return traced_in_part(short, args, descriptor, codes, settings)
+    return traced
+
+
+def _fresh(short: Short, settings: Settings) -> Trace:
+    """The trace of ``short``, kept for other builds.
+
+    Raises:
+        Irregular: its last step advances, that of the loop does not, and only that may be why it has no trace.
+    """
+    try:
+        traced = trace(short.function, short.args, short.symbolic, short.with_facts)
+    except (UntraceableLoopError, UnsafeLoopError) as error:
+        if short.k > TRACED_STEPS:
+            raise
+        raise Irregular(f"a last step that advances has no trace: {error.what}") from error
+    settings.shorts.keep(short, traced)
+    return traced
+
+
+def _guard_copied_steps(
+    traced: Trace, short: Short, args: tuple[Any, ...], descriptor: Descriptor, codes: list[CodeType]
+) -> None:
+    """See that the steps which were not traced repeat those that were, and guard what they read beside them."""
+    traced.copied_steps = short.k - TRACED_STEPS
+    if traced.copied_steps:
+        traced.reads = reads_of_copied_steps(short.function, (args[0], descriptor.num_reqs, *args[2:]), codes)
+        traced.baked = with_siblings(traced.baked, {"spec": args[0]})
+
+
+def _try(traced: Trace, function: Callable[..., None], args: tuple[Any, ...], descriptor: Descriptor) -> None:
+    """The trial of an extended trace: where it parts from the loop, a trace of all steps shows whose fault it is."""
+    if any(map(ir.is_higher_order, traced.graph.nodes)):
+        raise Irregular("it calls a raw kernel or a sub-graph, which no trial can run")
+    start = time.perf_counter()
+    if not of_trace(function, args, traced, descriptor.num_reqs).agrees():
+        raise _Parted("its steps, as they repeat, do not compute what the loop computes")
+    traced.tried, traced.trial_seconds = True, time.perf_counter() - start
+
+
+class _Parted(Irregular):
+    """The trial of an extended trace found another program."""
 
 
 def reads_of_copied_steps(
@@ -206,7 +239,7 @@ def finish(
     )
     report = report_on(emission, k, num_reqs, done, trace_seconds, kind, settings)
     report.baked, report.reads, report.refused = traced.baked, traced.reads, refused
-    report.trial, report.trial_seconds = trial_note, trial_seconds
+    report.trial, report.trial_seconds = trial_note, traced.trial_seconds + trial_seconds
     report.copied_steps, report.irregular, report.again = traced.copied_steps, traced.irregular, traced.again
     report.entry, report.stored = traced.entry, traced.entry.said if traced.entry is not None else ""
     return emission, report

@@ -160,15 +160,18 @@ def store_tokens(inputs: DraftInputs, tokens: list[Tensor], k: int) -> None:
         rows.copy_(torch.cat([rows[:, :1], torch.stack(tokens, dim=1)], dim=1))
 
 
-def decode_loop(spec: Any, num_reqs: int, k: int, tap: Tap = no_tap) -> None:
-    """Draft steps 1..k-1 on the persistent inputs, metadata rebuilt at every step. ``num_reqs`` is the padded count."""
+def decode_loop(spec: Any, num_reqs: int, k: int, tap: Tap = no_tap, is_open: bool = False) -> None:
+    """Draft steps 1..k-1 on the persistent inputs, metadata rebuilt at every step. ``num_reqs`` is the padded count.
+
+    ``is_open``: the last step advances as well, as the same step of a longer loop would.
+    """
     run_hook(spec, "on_multi_step_decode_begin")
     inputs = spec.inputs.view(num_reqs, num_reqs)
     held: dict[int, Any] = {}
     tokens: list[Tensor] = []
     for step in range(1, k):
         metadata = build_metadata(spec, inputs, step, held, tap)
-        tokens.append(run_step(spec, inputs, metadata, step, step == k - 1, tap))
+        tokens.append(run_step(spec, inputs, metadata, step, step == k - 1 and not is_open, tap))
     store_tokens(inputs, tokens, k)
     # Nothing behind it reads what it leaves: traced, it would only make a guard of each count that it keeps.
     if not torch.compiler.is_compiling():
@@ -212,11 +215,11 @@ def dummy_prefill(spec: Any, num_reqs: int, num_tokens: int, skip_attn: bool) ->
         prefill(spec, num_reqs, num_tokens, num_tokens, spec.max_model_len)
 
 
-def propose_loop(spec: Any, num_reqs: int, query_len: int, k: int, tap: Tap = no_tap) -> None:
+def propose_loop(spec: Any, num_reqs: int, query_len: int, k: int, tap: Tap = no_tap, is_open: bool = False) -> None:
     """All of a uniform batch: draft step 0 over ``query_len`` tokens a row, then draft steps 1..k-1."""
     prefill(spec, num_reqs, num_reqs * query_len, query_len, spec.max_model_len)
     if k > 1:
-        decode_loop(spec, num_reqs, k, tap)
+        decode_loop(spec, num_reqs, k, tap, is_open)
 
 
 def prefill_loop(spec: Any, num_reqs: int, query_len: int) -> None:

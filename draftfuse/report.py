@@ -136,7 +136,7 @@ def explain_build(build: BuildReport) -> list[str]:
         f"traced in {build.trace_seconds:.1f} s, compiled in {build.compile_seconds:.1f} s"
     )
     head += f"\n  {build.copied_steps} of its steps copied, not traced" if build.copied_steps else ""
-    head += "\n  nothing traced: the trace of an earlier build was extended" if build.again else ""
+    head += "\n  nothing traced: the trace of an earlier build was used again" if build.again else ""
     head += f"\n  traced step by step: {build.irregular}" if build.irregular else ""
     head += f"\n  trial: {build.trial}" if build.trial else ""
     head += f"\n  refused: {build.refused}" if build.refused else ""

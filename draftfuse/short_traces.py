@@ -1,4 +1,4 @@
-"""Short traces kept between builds: the loop of 16 draft tokens extends the trace that was made for the loop of 8.
+"""Short traces kept between builds: the loop of 8 draft tokens extends the trace that was made for the loop of 4.
 
 A kept trace is plain data (:mod:`draftfuse.trace_store`). Every build makes a graph, fake values and a shape
 environment of its own from it, so that the guards of one build are none of another's, and no fake tensor is kept.
@@ -66,7 +66,7 @@ class ShortTraces:
     """The short traces of one compiled loop of up to ``max_k`` draft tokens."""
 
     def __init__(self, max_k: int = 0) -> None:
-        self.ks = frozenset(range(TRACED_STEPS + 1, max_k + 1))
+        self.ks = frozenset(range(TRACED_STEPS, max_k + 1))
         self._kept: dict[tuple[Any, ...], _Kept] = {}
 
     def __len__(self) -> int:

@@ -46,7 +46,9 @@ class Trace:
     baked: dict[str, Any] = field(default_factory=dict)  # host values that the trace took, by path
     copied_steps: int = 0  # draft steps that repeat others and were not traced
     reads: list[Read] = field(default_factory=list)  # attributes that only those steps read
-    again: bool = False  # made of what an earlier build traced; whoever extends it runs its trial
+    again: bool = False  # made of what an earlier build traced
+    tried: bool = False  # it has had its trial
+    trial_seconds: float = 0.0  # which took so long
     irregular: str = ""  # why all steps were traced, where a shorter trace was tried first
     facts: Facts | None = None  # what the trace rests on, for other processes
     entry: Any = None  # its place on disk

@@ -1,8 +1,9 @@
 """Extend the trace of a short loop to a long one: steps that repeat are copied in the IR instead of traced again.
 
-Python is read for :data:`TRACED_STEPS` draft tokens. Steps 2 and 3 must be one program whose numbers grow evenly from
-step to step; :mod:`draftfuse.step_log` runs the whole loop once to see that the steps which were not traced are that
-program too. Anything else is traced in full.
+Python is read for :data:`TRACED_STEPS` draft tokens, the last step of which advances like one of a longer loop, so that
+one such trace serves loops of any length from there on. Steps 2 and 3 must be one program whose numbers grow evenly
+from step to step; :mod:`draftfuse.step_log` runs the whole loop once to see that the steps which were not traced are
+that program too. Anything else is traced in full.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from draftfuse.passes import ir
 from draftfuse.passes.memory import geometry
 from draftfuse.trace import Trace
 
-TRACED_STEPS = 5  # draft tokens of the short loop: step 1, two that must agree, the last one, and token 0
+TRACED_STEPS = 4  # draft tokens of the short loop: token 0, step 1, and two steps that must agree
 LAST = TRACED_STEPS - 1
 aten = torch.ops.aten
 
@@ -56,7 +57,7 @@ class _Template:
 
 
 def extend(traced: Trace, k: int) -> None:
-    """Make the trace of ``TRACED_STEPS`` draft tokens that of ``k``, in place.
+    """Make the open trace of ``TRACED_STEPS`` draft tokens that of ``k``, at least as many, in place.
 
     Raises:
         Irregular: the steps differ in more than numbers that grow evenly; the trace is of no use then.
@@ -78,15 +79,14 @@ def _extend(traced: Trace, k: int) -> None:
     template = _template(steps)
     tail = [n for n in traced.graph.nodes if ir.phase(n) == "store"]
     first, place = _tokens(steps, tail)
-    last = _Copied(steps[3], set(range(len(template.nodes))))
-    tokens = [first, steps[2][place], steps[3][place]]
-    with traced.fake_mode, traced.graph.inserting_before(steps[LAST][0]):
-        for step in range(LAST, k):
-            length = template.without_advance if step == k - 1 else len(template.nodes)
-            last = _copy(traced, template, last, step, length)
+    last = _Copied(steps[LAST], set(range(len(template.nodes))))
+    tokens = [first, steps[2][place], steps[LAST][place]]
+    with traced.fake_mode, traced.graph.inserting_before(tail[0]):
+        for step in range(TRACED_STEPS, k):
+            last = _copy(traced, template, last, step)
             tokens.append(last.nodes[place])
     _extend_tail(traced, tail, tokens, k)
-    for node in reversed(steps[LAST]):
+    for node in reversed(last.nodes[template.without_advance :]):
         traced.graph.erase_node(node)
     ir.eliminate_dead_code(traced.graph)
 
@@ -167,8 +167,8 @@ class _Copied:
     alike: set[int]
 
 
-def _copy(trace: Trace, template: _Template, before: _Copied, step: int, length: int) -> _Copied:
-    """Step ``step`` of the template's first ``length`` nodes, with fake values of its own."""
+def _copy(trace: Trace, template: _Template, before: _Copied, step: int) -> _Copied:
+    """Step ``step``, with fake values of its own."""
     here = _Copied([], set())
     places = {0: here, 1: before}
 
@@ -189,7 +189,7 @@ def _copy(trace: Trace, template: _Template, before: _Copied, step: int, length:
             return all(map(is_alike, argument.values() if isinstance(argument, dict) else argument))
         return not (isinstance(argument, _Number) and argument.slope)
 
-    for index, (node, given) in enumerate(zip(template.nodes[:length], template.args, strict=False)):
+    for index, (node, given) in enumerate(zip(template.nodes, template.args, strict=True)):
         args, kwargs = at(given)
         copy = trace.graph.create_node(node.op, node.target, args, kwargs)
         copy.meta = {**node.meta, "draft_step": step}
@@ -205,18 +205,26 @@ def _copy(trace: Trace, template: _Template, before: _Copied, step: int, length:
 def _value_like(node: fx.Node, copy: fx.Node, mode: FakeTensorMode) -> Any:
     """The fake value of ``copy``, a call with arguments of the same geometry as those of ``node``.
 
-    Evaluating costs a millisecond a call where sizes are symbolic; a fresh value differs in its memory alone.
+    Evaluating costs a millisecond a call where sizes are symbolic; a fresh value differs in its memory alone, and a
+    view in what it is a view of.
     """
     val = ir.value(node)
     mine = ir.storages(node)
-    bases = [a for a in node.all_input_nodes if not ir.storages(a).isdisjoint(mine)]
-    if ir.is_number(node) or (bases and all(b in copy.all_input_nodes for b in bases)):
+    bases = [i for i, a in enumerate(node.all_input_nodes) if not ir.storages(a).isdisjoint(mine)]
+    if ir.is_number(node) or (bases and all(node.all_input_nodes[i] in copy.all_input_nodes for i in bases)):
         return val  # a view of what stands outside the steps
-    if not isinstance(val, FakeTensor) or bases:
+    if not isinstance(val, FakeTensor) or len(bases) > 1:
         return evaluate(copy)
     with in_kernel_invocation_manager(mode):
-        memory = torch._lazy_clone(val)  # the same sizes and strides on another storage
-    return FakeTensor(mode, memory, val.fake_device) if geometry(memory) == geometry(val) else evaluate(copy)
+        if not bases:
+            memory = torch._lazy_clone(val)  # the same sizes and strides on another storage
+        elif isinstance(base := ir.value(copy.all_input_nodes[bases[0]]), FakeTensor):
+            memory = torch.as_strided(base, val.size(), val.stride(), val.storage_offset())
+        else:
+            memory = None
+    if memory is None or geometry(memory) != geometry(val):  # bits, another dtype, one of a list of views
+        return evaluate(copy)
+    return FakeTensor(mode, memory, val.fake_device)
 
 
 def evaluate(node: fx.Node) -> Any:

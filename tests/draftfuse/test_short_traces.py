@@ -23,11 +23,11 @@ from draftfuse.trial import Trial
 from draftfuse.unroll import TRACED_STEPS
 from tests.failures.small import H, Small, batch_of, both
 
-ROWS, FIRST, LARGEST = 4, 6, 9
+ROWS, FIRST, LARGEST = 4, TRACED_STEPS, 9
 
 
 class Scaled(Small):
-    """Reads a number and a tensor; from step 7 on it may do something else."""
+    """Reads a number and a tensor; from step 5 on it may do something else."""
 
     late = False
 
@@ -46,7 +46,7 @@ class Traced(Exception):
 
 
 def refuse(function: Callable[..., None], args: tuple[Any, ...], *rest: Any, **options: Any) -> Trace:
-    raise Traced(args[-2])
+    raise Traced([a for a in args if type(a) is int][-1])
 
 
 def trace_of(spec: Scaled, k: int, shorts: ShortTraces, **settings: Any) -> Trace:
@@ -143,7 +143,7 @@ def test_facts_of_a_copy_are_those_of_its_trace(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(trace_cache, "folder", lambda: tmp_path / "traces")
     spec, shorts = Scaled(), ShortTraces(LARGEST)
     fill_dummy(spec, ROWS, 1)
-    whole = trace_of(spec, FIRST, shorts)
+    whole = trace_of(spec, FIRST + 1, shorts)
     monkeypatch.setattr(build, "trace", refuse)
     copied = trace_of(spec, LARGEST, shorts)
     assert copied.again
@@ -155,7 +155,7 @@ def test_facts_of_a_copy_are_those_of_its_trace(tmp_path: Path, monkeypatch: pyt
     no_trial(monkeypatch)
     spec.scale = -3.0
     with pytest.raises(Traced):
-        trace_of(spec, FIRST + 1, shorts)
+        trace_of(spec, FIRST + 2, shorts)
 
 
 def test_drafts_are_those_of_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_drafts_are_those_of_eager_code(monkeypatch: pytest.MonkeyPatch) -> None
         spec.scale, spec.shift = -3.0, torch.linspace(-9, 9, H)
     pair.draft(three_rows, FIRST + 1)
     assert [b.again for b in pair.fused.report.builds] == [False, True, False]
-    assert pair.fused.explain().count("nothing traced: the trace of an earlier build was extended") == 1
+    assert pair.fused.explain().count("nothing traced: the trace of an earlier build was used again") == 1
     assert len(pair.fused.runners.settings.shorts) == 1
     pair.fused.recapture()
     assert len(pair.fused.runners.settings.shorts) == 0

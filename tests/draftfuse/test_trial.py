@@ -91,7 +91,7 @@ def test_a_trace_that_is_not_the_loops_is_refused(monkeypatch: pytest.MonkeyPatc
             return super().sample(torch.tanh(hidden / 3.0), step)
 
     with pytest.raises(UnsafeLoopError) as raised:
-        draftfuse.compile(Divided(), compiler="none").propose(three_rows(Small()))
+        draftfuse.compile(Divided(k=3), compiler="none").propose(three_rows(Small()))
     assert raised.value.source is not None
     assert "hidden / 3.0" in raised.value.source.text
 
@@ -174,8 +174,11 @@ def test_numbers_stand_for_what_was_computed(pair: str) -> None:
 
 def test_every_build_has_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
-    plain = trial.Trial.check
-    monkeypatch.setattr(trial.Trial, "check", lambda self: checked.append(self) or plain(self))
+    plain = trial.Trial.agrees
+    monkeypatch.setattr(trial.Trial, "agrees", lambda self: checked.append(self) or plain(self))
     pair = both(Small, three_rows)
-    assert len(checked) == len(pair.fused.report.builds) > 0
-    assert not any(b.trial for b in pair.fused.report.builds)
+    pair.draft(three_rows, k=3)
+    builds = pair.fused.report.builds
+    assert [b.k for b in builds] == [4, 3]
+    assert len(checked) == 2
+    assert all(b.trial == "" and b.trial_seconds > 0 for b in builds)

@@ -26,13 +26,13 @@ def three_rows(spec: Any) -> Any:
 
 
 @pytest.mark.parametrize("function", [loop.decode_loop, loop.propose_loop])
-@pytest.mark.parametrize("symbolic", ["num_reqs", None])
-def test_a_short_trace_extends_to_the_long_one(function: Callable[..., None], symbolic: str | None) -> None:
+@pytest.mark.parametrize(("symbolic", "k"), [("num_reqs", K), (None, K), ("num_reqs", TRACED_STEPS)])
+def test_a_short_trace_extends_to_the_long_one(function: Callable[..., None], symbolic: str | None, k: int) -> None:
     spec = Small(k=K + 1)
     front = (spec, 3) if function is loop.decode_loop else (spec, 3, K + 2)
-    short = trace(function, (*front, TRACED_STEPS, loop.graph_tap), symbolic)
-    extend(short, K)
-    full = trace(function, (*front, K, loop.graph_tap), symbolic)
+    short = trace(function, (*front, TRACED_STEPS, loop.graph_tap, True), symbolic)
+    extend(short, k)
+    full = trace(function, (*front, k, loop.graph_tap), symbolic)
     assert canonical(short.graph) == canonical(full.graph)
     assert [n.meta.get("draft_step") for n in short.graph.nodes] == [n.meta.get("draft_step") for n in full.graph.nodes]
     assert shared_memory(short.graph) == shared_memory(full.graph)
@@ -228,7 +228,7 @@ def test_the_log_sees_a_value_from_another_step() -> None:
 
 
 def test_a_trace_that_cannot_be_extended_stays_as_it_was() -> None:
-    traced = trace(loop.decode_loop, (Scaled(), 3, TRACED_STEPS, loop.graph_tap))
+    traced = trace(loop.decode_loop, (Scaled(), 3, TRACED_STEPS, loop.graph_tap, True))
     before = canonical(traced.graph)
     with pytest.raises(Irregular, match="an argument is"):
         extend(traced, K)
