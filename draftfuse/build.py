@@ -17,6 +17,7 @@ from draftfuse.attribute_reads import AttributeReads, ChangedRead, Read
 from draftfuse.dispatch import PREFILL, Descriptor
 from draftfuse.errors import EmissionError, UnsafeLoopError, UntraceableLoopError
 from draftfuse.groups import is_parallel
+from draftfuse.journal import Journal
 from draftfuse.lowering.effects import effects_in, hidden_reads
 from draftfuse.lowering.emit import Emission, emit
 from draftfuse.lowering.generated import register_hidden, register_refresh
@@ -177,17 +178,19 @@ def reads_of_copied_steps(
 ) -> list[Read]:
     """Run the loop of ``args`` (rows second, draft tokens before the tap) once; what only copied steps read.
 
-    Python state is put back; tensors hold what the loop writes on dead rows. ``codes`` takes the user's code that ran.
+    Python state and memory are put back. ``codes`` takes the user's code that ran.
 
     Raises:
         Irregular: the steps differ, or what they read cannot be guarded; the message says how.
         TooManyEntries: they read tables that are too large to be guarded.
     """
     *front, k, _ = args
-    state, reads = python_state.of_speculator(front[0]), AttributeReads(front[0])
+    state, reads, journal = python_state.of_speculator(front[0]), AttributeReads(front[0]), Journal(check_indices=False)
     try:
-        different = difference(lambda tap: function(*front, k, tap), k, reads, codes)
+        with journal:
+            different = difference(lambda tap: function(*front, k, tap), k, reads, codes)
     finally:
+        journal.restore()
         state.restore()
     if different is not None:
         raise Irregular(different)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from draftfuse import loop
 from draftfuse.errors import InvalidBatchError
 from draftfuse.ranks import AcrossRanks
 
@@ -107,3 +108,13 @@ class Ladder:
                     yield Descriptor(DECODE, capacity, capacity, k)
             if not self.one_launch and any(ks):
                 yield Descriptor(PREFILL, capacity, tokens, 1)
+
+
+def loop_of(descriptor: Descriptor) -> tuple[Callable[..., None], tuple[int, ...]]:
+    """The Python loop that a descriptor stands for, and its arguments behind the speculator."""
+    rows, steps, query_len = descriptor.num_reqs, descriptor.num_steps, descriptor.query_len
+    if descriptor.kind == DECODE:
+        return loop.decode_loop, (rows, steps)
+    if descriptor.kind == PROPOSE:
+        return loop.propose_loop, (rows, query_len, steps)
+    return loop.prefill_loop, (rows, query_len)

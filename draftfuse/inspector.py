@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from draftfuse.carried_state import carried_state
 from draftfuse.dispatch import DECODE, Descriptor
@@ -14,6 +16,7 @@ from draftfuse.lint import of_graph
 from draftfuse.meeting import Ranks
 from draftfuse.passes.findings import ERROR, Finding, key_of, merged
 from draftfuse.probe import fill_live, probe, probe_prefill, with_fusion
+from draftfuse.python_state import other_tensors
 from draftfuse.state import Saved, fill_dummy, persistent_tensors
 from draftfuse.trace import Trace
 
@@ -49,6 +52,8 @@ class Inspector:
     probed: int = 0  # draft tokens of the longest loop whose decode steps were run
     prefilled: bool = False  # whether draft prefill was run
     ranks: Ranks = field(default_factory=Ranks)
+    written: dict[int, Tensor] = field(default_factory=dict)  # tensors that the loop writes, of those copied on demand
+    keep: Callable[[Iterable[Tensor]], None] = lambda tensors: None  # copies them, before anything else writes them
     # Of a probe that waits for a trace: collectives run only once all ranks agree on them.
     _pending: Callable[[], None] | None = None
     _split: int = 0  # draft tokens of the longest loop that was run for split
@@ -92,6 +97,7 @@ class Inspector:
 
     def _look(self, rows: int, query_len: int, look: Callable[[bool], list[Finding]]) -> None:
         kept = Saved(persistent_tensors(self.spec))
+        others = [(tensor, tensor._version) for tensor in other_tensors(self.spec)]
         fill_dummy(self.spec, rows, query_len)
         try:
             self.finish(look(False))
@@ -103,6 +109,9 @@ class Inspector:
             raise
         finally:
             kept.restore()
+            written = {id(tensor): tensor for tensor, version in others if tensor._version != version}
+            self.written |= written
+            self.keep(written.values())
 
     def after(self, traced: Trace) -> None:
         """Look at a traced graph, and compare its collectives with those of other ranks."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftfuse.errors import SourceLine
-from draftfuse.journal import user_frame, written_by
+from draftfuse.journal import is_opaque, user_frame, written_by
 
 aten = torch.ops.aten
 TAP = torch.ops.draftfuse.tap.default
@@ -47,6 +47,7 @@ class Numbering(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.taps: dict[tuple[str, int], int] = {}
         self.memory: dict[int, int] = {}  # by storage: what was written, or is fresh
+        self.effects = 0  # the number of all calls so far that may have hidden state
         self.calls: list[Call] = []
         self._table, self._notes_calls = table, calls
 
@@ -56,6 +57,8 @@ class Numbering(TorchDispatchMode):
             self.taps[args[1], args[2]] = self._of_tensor(args[0])
             return None
         number = self._number("call", func, self._words(args), self._words(tuple(kwargs.items())))
+        if is_opaque(func):  # it may read and write what it is not given: its place among its kind counts
+            self.effects = number = self._number("call", number, ("written", self.effects))
         given = {storage_of(t) for t in _tensors((args, tuple(kwargs.values())))}
         result = func(*args, **kwargs)
         if self._notes_calls:

@@ -6,7 +6,7 @@ The part is draft step 0 (:func:`probe_prefill`) or the decode steps (:func:`pro
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,14 +18,16 @@ from draftfuse.environment import device_lost
 from draftfuse.environment_reads import watched_environment
 from draftfuse.errors import DraftfuseError, OpArgumentError, SourceLine, UnsafeLoopError
 from draftfuse.failures import PADDED, first_words, in_words, name_of, place_in_loop, placed
+from draftfuse.groups import is_parallel
 from draftfuse.hidden_reads import HiddenReads
 from draftfuse.journal import Journal
 from draftfuse.passes.capture_safety import UNBOUND, UNKNOWN
 from draftfuse.passes.findings import ERROR, WARNING, Finding
 from draftfuse.paths import plain
 from draftfuse.rank_branches import watched_ranks
+from draftfuse.side_effects import COUNTED, USED, Run, alone, kind_of
 from draftfuse.state import fill_dummy
-from draftfuse.step_log import operators_of, repeats
+from draftfuse.step_log import operators_of
 from draftfuse.untraceable import KEEP, user_line
 from draftfuse.validate import source_of
 
@@ -72,7 +74,8 @@ def probe(
         UnsafeLoopError: the loop fails or is of another kind, or an index leaves its table.
         OpArgumentError: an operator of draftfuse refuses what it is given.
     """
-    return _observed(spec, rows, lambda spec: loop.decode_loop(spec, rows, max(2, k)), reads, syncs, live)
+    parts = (lambda: loop.decode_loop(spec, rows, max(2, k))), (lambda: loop.prefill_loop(spec, rows, 1))
+    return _observed(spec, parts, reads, syncs, live)
 
 
 def probe_prefill(
@@ -84,13 +87,14 @@ def probe_prefill(
     live: bool = False,
 ) -> list[Finding]:
     """The same of draft step 0, with ``query_len`` tokens a row."""
-    return _observed(spec, rows, lambda spec: loop.prefill_loop(spec, rows, query_len), reads, syncs, live)
+    k = min(PROBED_STEPS + 1, spec.num_speculative_tokens)
+    parts = (lambda: loop.prefill_loop(spec, rows, query_len)), (lambda: loop.decode_loop(spec, rows, k))
+    return _observed(spec, parts, reads, syncs, live)
 
 
 def _observed(
     spec: Any,
-    rows: int,
-    run: Callable[[Any], None],
+    parts: tuple[Run, Run],
     reads: HiddenReads | None,
     syncs: list[SourceLine] | None,
     live: bool,
@@ -100,13 +104,13 @@ def _observed(
     journal = Journal(on_opaque=reads)
     try:
         watches = watched_environment(), watched_ranks()
-        with watches[0] as variables, watches[1] as branches, journal:
-            _named(run, spec, live)
+        with watches[0] as variables, watches[1] as branches, journal, named_failures(live):
+            parts[0]()
         after = python_state.of_speculator(spec)
-        changes = [of_change(c) for c in python_changes.diff(before, after) if c.path not in hooked]
+        differing = [c for c in python_changes.diff(before, after) if c.path not in hooked]
+        changes = [*map(of_change, differing)]
         if any(not c.is_error for c in changes):
-            before.restore()
-            changes = changes if _repeats(lambda: _named(run, spec, live)) else [*map(of_dependence, changes)]
+            changes = [*_with_use(changes, differing, before, *(_named(part, live) for part in parts))]
         return [*map(of_branch, branches), *(of_variable(*v) for v in variables.items()), *changes]
     finally:
         journal.restore()
@@ -115,19 +119,24 @@ def _observed(
             syncs += dict.fromkeys(journal.syncs)
 
 
-def _named(run: Callable[[Any], None], spec: Any, live: bool) -> None:
-    with named_failures(live):
-        run(spec)
+def _named(run: Run, live: bool) -> Run:
+    def named() -> None:
+        with named_failures(live):
+            run()
+
+    return named
 
 
-def _repeats(run: Callable[[], None]) -> bool:
-    """Whether the loop does the same once more, now that the first run has changed Python state."""
-    journal = Journal()
-    try:
-        with journal:
-            return repeats(run)
-    finally:
-        journal.restore()
+def _with_use(
+    findings: list[Finding], changes: list[python_changes.Change], before: python_state.State, run: Run, other: Run
+) -> Iterator[Finding]:
+    """The findings of ``changes``, now that it is known what the loop does with what it changes."""
+    used = kind_of(changes, before, run, None if is_parallel() else alone(other, before))
+    for finding in findings:
+        if used == USED:
+            yield of_dependence(finding)
+        else:
+            yield replace(finding, is_counted=used == COUNTED and bool(finding.path))
 
 
 @contextmanager
@@ -210,6 +219,8 @@ def with_fusion(finding: Finding, baked: Mapping[str, Any]) -> Finding:
     """A finding on Python state with what it means for fusion, once it is known what a trace took from Python."""
     if not finding.path or LOSES_FUSION in finding.text:
         return finding
+    if finding.is_counted:
+        return replace(finding, text=finding.text.removesuffix(STAYS_FUSED) + STAYS_FUSED)
     name = finding.path.removeprefix("<global ").removeprefix("<closure ").rstrip(">")
     whole_name = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
     text = LOSES_FUSION if any(whole_name.search(plain(path)) for path in baked) else STAYS_FUSED

@@ -79,13 +79,25 @@ def of_speculator(spec: Any, wide: bool = True) -> State:
     return snapshot(*roots, names=("spec.inputs", *names, "spec"), wide=wide)
 
 
-def small_tensors(spec: Any, largest: int = 1 << 24) -> list[Tensor]:
-    """Tensors behind ``spec`` that a loop may write: no parameters, no KV pools, none above ``largest`` bytes."""
+def small_tensors(spec: Any) -> list[Tensor]:
+    """Tensors behind ``spec`` that are copied before it is known whether the loop writes them."""
+    return [t for t in _outside_pools(spec) if _is_small(t)]
+
+
+def other_tensors(spec: Any) -> list[Tensor]:
+    """The rest but for KV pools, parameters and what is large: copied once the loop was seen to write them."""
+    return [t for t in _outside_pools(spec) if not _is_small(t) and not t.is_inference()]
+
+
+def _is_small(tensor: Tensor, largest: int = 1 << 24) -> bool:
+    return tensor.untyped_storage().nbytes() <= largest and not isinstance(tensor, torch.nn.Parameter)
+
+
+def _outside_pools(spec: Any) -> list[Tensor]:
     pools = {t.untyped_storage().data_ptr() for g in spec.attn_groups for pair in g.kv_caches.values() for t in pair}
     found: dict[int, Tensor] = {}
     for tensor in of_speculator(spec).tensors.values():
-        key, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        if key not in pools and size <= largest and not isinstance(tensor, torch.nn.Parameter):
+        if (key := tensor.untyped_storage().data_ptr()) not in pools:
             found.setdefault(key, tensor)
     return list(found.values())
 

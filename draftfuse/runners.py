@@ -18,7 +18,7 @@ from torch import Tensor
 from draftfuse import loop, python_state
 from draftfuse.baked import SCALARS
 from draftfuse.build import Settings, build, reads_of_copied_steps
-from draftfuse.dispatch import DECODE, PREFILL, PROPOSE, Descriptor, Ladder
+from draftfuse.dispatch import DECODE, PREFILL, Descriptor, Ladder, loop_of
 from draftfuse.environment import named_memory
 from draftfuse.errors import (
     CaptureError,
@@ -38,6 +38,7 @@ from draftfuse.paths import plain
 from draftfuse.report import BuildReport, Report
 from draftfuse.scalar_guards import ScalarGuards
 from draftfuse.short_traces import ShortTraces
+from draftfuse.side_effects import paths_of_counts
 from draftfuse.speculator import Guard
 from draftfuse.split import SplitLoop
 from draftfuse.state import Saved, fill_dummy, persistent_tensors
@@ -121,7 +122,8 @@ class Runners:
         if descriptor.num_steps <= 1:
             return prefill
         rows = descriptor.num_reqs
-        return self._chain(prefill, self.split_for(Descriptor(DECODE, rows, rows, descriptor.num_steps), host_values))
+        steps = descriptor.num_steps
+        return self._chain(prefill, self.split_for(Descriptor(DECODE, rows, rows, steps), host_values), rows, steps)
 
     def clear(self) -> None:
         """Drop every graph and all code."""
@@ -129,7 +131,9 @@ class Runners:
             store.clear()
 
     def _on_dummies(self, descriptor: Descriptor, make: Callable[[], Runner]) -> Runner:
-        saved = Saved([*persistent_tensors(self.spec), *python_state.small_tensors(self.spec)])
+        written = self.inspector.written.values()
+        saved = Saved([*persistent_tensors(self.spec), *python_state.small_tensors(self.spec), *written])
+        self.inspector.keep = saved.add
         state = python_state.of_speculator(self.spec)
         try:
             self._fill(descriptor)
@@ -169,15 +173,18 @@ class Runners:
         prefill = self._eager(Descriptor(PREFILL, descriptor.num_reqs, descriptor.num_tokens, 1))
         if descriptor.kind == PREFILL or descriptor.num_steps <= 1:
             return prefill
-        rows = descriptor.num_reqs
-        return self._chain(prefill, self.get(Descriptor(DECODE, rows, rows, descriptor.num_steps)))
+        rows, steps = descriptor.num_reqs, descriptor.num_steps
+        return self._chain(prefill, self.get(Descriptor(DECODE, rows, rows, steps)), rows, steps)
 
-    def _chain(self, first: Runner, second: Runner) -> Runner:
-        """Eager prefill, then whatever runs the decode steps."""
+    def _chain(self, first: Runner, second: Runner, rows: int, steps: int) -> Runner:
+        """Eager prefill, then whatever runs the decode steps; Python may have changed in between."""
 
         def launch() -> None:
             first.launch()
-            second.launch()
+            if not (failed := second.scalars.broken()):
+                return second.launch()
+            self.report.fall_back("decode", "split", f"draft prefill changed what it reads ({'; '.join(failed)})")
+            return self.split_for(Descriptor(DECODE, rows, rows, steps), tuple(failed)).launch()
 
         counts = first.counts | second.counts
         return Runner(launch, counts, second.guards, second.addresses, second.scalars, kept=(first, second))
@@ -293,7 +300,8 @@ class Runners:
 
     def _bake(self, *builds: BuildReport) -> ScalarGuards:
         """List host values that traces took in the report, and guard those that can change."""
-        values = {path: value for build in builds for path, value in build.baked.items()}
+        counted = paths_of_counts(self.report.findings)
+        values = {p: value for build in builds for p, value in build.baked.items() if plain(p) not in counted}
         reads = [read for build in builds for read in build.reads]
         self.report.baked |= {plain(path): getattr(value, "__qualname__", value) for path, value in values.items()}
         self.report.baked |= {read.label: read.value for read in reads if isinstance(read.value, SCALARS)}
@@ -307,13 +315,3 @@ def external_reads(spec: Any, emission: Emission) -> list[str]:
     nodes = [n for n in ir.placeholders(emission.graph) if n.name in emission.tensors and ir.storage(n) not in written]
     read = [(ir.path_of(n), emission.tensors[n.name]) for n in nodes if n.users]
     return [p for p, t in read if not t.is_floating_point() and t.untyped_storage().data_ptr() not in filled]
-
-
-def loop_of(descriptor: Descriptor) -> tuple[Callable[..., None], tuple[int, ...]]:
-    """The Python loop that a descriptor stands for, and its arguments behind the speculator."""
-    rows, steps, query_len = descriptor.num_reqs, descriptor.num_steps, descriptor.query_len
-    if descriptor.kind == DECODE:
-        return loop.decode_loop, (rows, steps)
-    if descriptor.kind == PROPOSE:
-        return loop.propose_loop, (rows, query_len, steps)
-    return loop.prefill_loop, (rows, query_len)

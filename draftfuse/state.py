@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from draftfuse.lowering.ops.load_rows import READ, WRITTEN, load_rows
@@ -65,9 +66,15 @@ class Saved:
     """Holds copies of tensors and puts them back."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.pairs = [(t, t.clone()) for t in tensors]
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.add(tensors)
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Copies of more tensors, as they are now."""
+        self.pairs += [(t, t.detach().clone()) for t in tensors]
 
     def restore(self) -> None:
         """Write every copy back in place."""
-        for tensor, copy in self.pairs:
-            tensor.copy_(copy)
+        with torch.no_grad():
+            for tensor, copy in self.pairs:
+                tensor.copy_(copy)

@@ -96,20 +96,15 @@ class _Made(tuple[int, int]):
 
 def operators_of(run: Callable[[], None]) -> int:
     """How many operators a run calls."""
+    return len(logged(run))
+
+
+def logged(run: Callable[[], None]) -> list[Entry]:
+    """The operators of a run with their numbers and the memory that they read: equal for runs that do the same."""
     with StepLog() as log:
         run()
-    return len(log.entries)
-
-
-def repeats(run: Callable[[], None]) -> bool:
-    """Whether two runs, one after the other, call the same operators with the same numbers on the same memory."""
-    logs = []
-    for _ in range(2):
-        log = StepLog()
-        with log:
-            run()
-        logs.append(log.entries)
-    return logs[0] == logs[1]
+    entries: list[Entry] = log.entries
+    return entries
 
 
 def difference(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -32,6 +33,8 @@ from draftfuse.state import Saved, fill_dummy, persistent_tensors
 from draftfuse.trace import Trace
 
 Run = Callable[[], None]
+Fill = Callable[[], object]
+DRAWN = 4  # sets of drawn rows, half of them greedy
 EVERYTHING = Rows(live=0, capacity=-1, exact=True)
 
 
@@ -44,7 +47,7 @@ class Trial:
     traced: Run
     tensors: list[Tensor]  # that the trace reads or writes
     fill: Callable[[], object] = lambda: None  # makes the rows dead ones
-    fill_live: Callable[[], object] = lambda: None  # makes one of them a live one
+    fills: tuple[Fill, ...] = ()  # that make live rows of some of them
     lines: dict[tuple[str, int], SourceLine | None] = field(default_factory=dict)
 
     def check(self) -> str:
@@ -57,7 +60,7 @@ class Trial:
             return ""
         kept = Saved(persistent_tensors(self.spec))
         try:
-            for fill in (self.fill, self.fill_live):
+            for fill in (self.fill, *self.fills):
                 fill()
                 with _dummy_states(self.spec), torch.no_grad():
                     if (found := self._first_difference()) is not None:
@@ -78,9 +81,9 @@ class Trial:
             kept.restore()
 
     def _number(self, run: Run, table: Table) -> Any:
-        with self._state_kept(), Numbering(table) as numbering:
+        with self._all_kept(), Numbering(table) as numbering:
             run()
-        return numbering.taps, numbering.left(self.tensors)
+        return numbering.taps, numbering.left(self.tensors), numbering.effects
 
     def _first_difference(self) -> UnsafeLoopError | None:
         first, again, traced = (self._values(run) for run in (self.loop, self.loop, self.traced))
@@ -123,7 +126,7 @@ class Trial:
 
     @contextmanager
     def _all_kept(self) -> Iterator[None]:
-        """Python state and memory; the numbers of a first look need only the former."""
+        """Python state and memory, also what no build copies: parameters, what is large, KV pools."""
         journal = Journal(check_indices=False)
         try:
             with self._state_kept(), journal:
@@ -201,7 +204,10 @@ def of_trace(function: Callable[..., None], args: tuple[Any, ...], traced: Trace
         lambda: run(*given),
         [*traced.tensors.values()],
         lambda: fill_dummy(args[0], num_reqs, query_len),
-        lambda: fill_live_row(args[0], num_reqs, query_len),
+        (
+            lambda: fill_live_row(args[0], num_reqs, query_len),
+            *(partial(fill_drawn, args[0], num_reqs, query_len, seed) for seed in range(DRAWN)),
+        ),
         tap_lines(traced.graph),
     )
 
@@ -213,6 +219,34 @@ def fill_live_row(spec: Any, num_reqs: int, query_len: int) -> None:
         spec.inputs.seq_lens[1:num_reqs].zero_()
         spec.inputs.positions[query_len:].zero_()
         spec.inputs.idx_mapping[1:num_reqs].fill_(-1)
+
+
+def fill_drawn(spec: Any, num_reqs: int, query_len: int, seed: int) -> None:
+    """Live rows of drawn lengths, temperatures and seeds, where there is room for them."""
+    fill_live_row(spec, num_reqs, query_len)
+    longest = spec.max_model_len - spec.num_speculative_tokens
+    if not _tables_have_pages(spec, num_reqs):
+        longest = min([longest, *(group.page_size for group in spec.attn_groups)])
+    if longest < query_len:
+        return
+    draw, inputs, tokens = torch.Generator().manual_seed(seed), spec.inputs, num_reqs * query_len
+    lengths = torch.randint(query_len, longest + 1, (num_reqs,), generator=draw)
+    fill_live(spec, num_reqs, query_len)
+    inputs.seq_lens[:num_reqs].copy_(lengths)
+    ends = (lengths.unsqueeze(1) - query_len + torch.arange(query_len)).flatten()
+    inputs.positions[:tokens].copy_(ends)
+    inputs.temperature[:num_reqs].copy_(torch.rand(num_reqs, generator=draw) * 2 * (seed % 2))
+    inputs.seeds[:num_reqs].copy_(torch.randint(1 << 31, (num_reqs,), generator=draw))
+
+
+def _tables_have_pages(spec: Any, num_reqs: int) -> bool:
+    """Whether the block tables, as they are, name pages that there are: rows longer than a page read those."""
+    for group in spec.attn_groups:
+        pages = min((cache.shape[0] for pair in group.kv_caches.values() for cache in pair), default=0)
+        table = group.block_table[:num_reqs]
+        if not bool(((table >= 0) & (table < pages)).all()):
+            return False
+    return True
 
 
 def _value(node: fx.Node, traced: Trace, num_reqs: int) -> Any:

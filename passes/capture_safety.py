@@ -222,6 +222,11 @@ def _raw_kv(graph: fx.Graph, around: Surroundings) -> Iterator[Finding]:
         if ir.storage(target) in pools or (by_slot and ir.root(target).op == "placeholder"):
             text = f"{node.target} into a KV pool: a padded row's slot -1 would overwrite the last slot"
             yield _finding(node, ERROR, "raw-kv-write", text, todo)
+    for node in graph.nodes:
+        is_aten = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
+        if is_aten and node.target not in _INDEXED and any(ir.storage(n) in pools for n in ir.written(node)):
+            text = f"{node.target} into a KV pool, live rows or not: no pool is copied, so a warm-up would stay in it"
+            yield _finding(node, ERROR, "raw-kv-write", text, todo)
 
 
 def _reached(graph: fx.Graph, storages: Collection[int | None]) -> set[fx.Node]:

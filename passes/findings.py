@@ -50,6 +50,7 @@ class Finding:
     phase: str = ""  # of the loop; what a builder does in Python can still run split
     needed: str = ""  # why nothing can be compiled with it, so that no comment allows it
     path: str = ""  # of the Python state that changes
+    is_counted: bool = False  # and that nothing reads
 
     def __str__(self) -> str:
         at = f"\n  {self.source}" if self.source is not None else ""
