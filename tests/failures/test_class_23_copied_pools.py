@@ -27,6 +27,28 @@ class Assigned(Small):
         return x
 
 
+class Scaled(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        self.key[0].mul_(0.5)
+        return super().enter(inputs)
+
+
+class Copied(Small):
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        self.value[0, 0].copy_(inputs.hidden_states[0].view(2, 4))
+        return super().enter(inputs)
+
+
+@pytest.mark.parametrize("klass", [Scaled, Copied])
+def test_a_write_that_names_no_slot_is_refused(klass: type[Small]) -> None:
+    spec = klass(k=4)
+    before = spec.key.clone(), spec.value.clone()
+    with pytest.raises(UnsafeLoopError, match="no pool is copied"):
+        draftfuse.compile(spec, compiler="none").decode(2)
+    assert torch.equal(spec.key, before[0])
+    assert torch.equal(spec.value, before[1])
+
+
 @pytest.mark.parametrize("klass", [Raw, Assigned])
 def test_a_raw_indexed_write_is_refused(klass: type[Small]) -> None:
     with pytest.raises(UnsafeLoopError, match="write_kv"):
