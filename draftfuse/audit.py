@@ -36,7 +36,8 @@ def audit(fused: Any, batch: DraftBatch, k: int | None = None) -> AuditReport:
     batches.check_batch(fused.spec, batch)
     start = time.perf_counter()
     spec, report = fused.spec, AuditReport()
-    state, saved = python_state.of_speculator(spec), Saved(persistent_tensors(spec))
+    saved = Saved([*persistent_tensors(spec), *python_state.small_tensors(spec)])
+    state = python_state.of_speculator(spec)
     prefill = Journal(check_indices=False)
     try:
         with torch.no_grad():
@@ -44,6 +45,8 @@ def audit(fused: Any, batch: DraftBatch, k: int | None = None) -> AuditReport:
                 compile(spec, mode="eager", request_capacities=[spec.max_num_reqs]).propose(batch, k=1)
             if k > 1 and batch.num_reqs > 0:
                 _Audit(fused, batch.num_reqs, k, report).run()
+            else:
+                report.notes.append("nothing was compared: no decode step (one draft token, or no request)")
     finally:
         prefill.restore()
         saved.restore()
@@ -76,7 +79,8 @@ class _Audit:
     def build_tapped(self) -> Tapped | None:
         """The tapped build; None, with a note, where the loop does not run fused."""
         if self.fused.mode in ("eager", "split") or self.runner.bare is None:
-            self.report.notes.append("values inside the loop were not compared: it does not run fused")
+            reasons = "; ".join(f.reason for f in self.fused.report.fallbacks) or f"mode {self.fused.mode}"
+            self.report.notes.append(f"values inside the loop were not compared: it does not run fused ({reasons})")
             return None
         kept = Saved(persistent_tensors(self.spec))
         try:
@@ -116,7 +120,9 @@ class _Audit:
 
     def round(self, number: int, live: int) -> None:
         """Eager, tapped and shipped from the same state."""
-        begin, rows = Saved(persistent_tensors(self.spec)), Rows(live, self.capacity, self.exact)
+        # Not all that a run writes is journaled: an operator may write a buffer that it does not declare.
+        begin = Saved([*persistent_tensors(self.spec), *python_state.small_tensors(self.spec)])
+        rows = Rows(live, self.capacity, self.exact)
         recording, journal = Recording(), Journal()
         with journal:
             rebuild_loop(self.spec, self.capacity, self.k, recording)

@@ -6,6 +6,7 @@ import io
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -57,9 +58,14 @@ class AuditReport:
             table.add_column(name, overflow="fold")
         for d in self.divergences[:SHOWN]:
             request = "" if d.request is None else str(d.request)
-            source = str(d.source) if d.source is not None else ""
-            table.add_row(str(d.round), str(d.step), d.phase, d.tensor, request, str(d.expected), str(d.got), source)
+            source = f"{Path(d.source.file).name}:{d.source.line}" if d.source is not None else ""
+            table.add_row(str(d.round), str(d.step), d.phase, d.tensor, request, show(d.expected), show(d.got), source)
         return table
+
+    def lines(self) -> list[str]:
+        """What stands under the table: the statement behind the first divergence, and the notes."""
+        source = self.first.source if self.first is not None else None
+        return [*([f"the first one at {source}"] if source is not None else []), *self.notes]
 
     def headline(self) -> str:
         """One line: how much was compared and what came of it."""
@@ -69,7 +75,7 @@ class AuditReport:
     def __str__(self) -> str:
         console = Console(width=160, record=True, file=io.StringIO())
         console.print(self.table() if self.divergences else self.headline(), highlight=False)
-        return "\n".join([console.export_text().rstrip(), *self.notes])
+        return "\n".join([console.export_text().rstrip(), *self.lines()])
 
     def to_json(self) -> str:
         """The report as JSON; numbers that JSON does not have (NaN, infinities) as text."""
@@ -77,6 +83,11 @@ class AuditReport:
         for divergence in fields["divergences"]:
             divergence |= {name: _in_json(divergence[name]) for name in ("expected", "got")}
         return json.dumps(fields, default=str, allow_nan=False)
+
+
+def show(value: object) -> str:
+    """A value in a column of the table."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _in_json(value: object) -> object:

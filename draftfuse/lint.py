@@ -34,6 +34,7 @@ from draftfuse.passes.render import canonical, render_args, render_target
 from draftfuse.probe import PROBED_STEPS, fill_live, named_failures, of_sync, probe, probe_prefill, with_fusion
 from draftfuse.state import fill_dummy
 from draftfuse.trace import Trace, trace
+from draftfuse.trial import of_trace
 from draftfuse.writers import is_library
 
 NEEDED = "nothing can be compiled with it"
@@ -96,10 +97,17 @@ def _of_decode(spec: Any, rows: int, k: int, reads: HiddenReads, syncs: list[Sou
     except UntraceableLoopError:
         yield from found
         raise
-    found = [*(with_fusion(f, first.baked) for f in found), *of_graph(spec, first)]
+    found = [*(with_fusion(f, first.baked) for f in found), *_not_again(of_graph(spec, first), found)]
     yield from found
     if not any(f.is_error for f in merged(found)):
         yield from unstable(spec, rows, k, first)
+        of_trace(loop.decode_loop, (spec, rows, k, loop.graph_tap), first, rows).check()
+
+
+def _not_again(of_graph: list[Finding], found: list[Finding]) -> Iterator[Finding]:
+    """Findings of the graph but for tensors that are kept, where the run has shown the line that keeps them."""
+    is_known = any(f.name == "fresh-allocation" and f.is_error for f in found)
+    yield from (f for f in of_graph if not (is_known and f.name == "fresh-allocation"))
 
 
 def _of_prefill(spec: Any, rows: int, reads: HiddenReads, syncs: list[SourceLine]) -> Iterator[Finding]:
@@ -225,6 +233,7 @@ def _name_of(error: DraftfuseError) -> str:
 
 
 _BY_TEXT = {
+    "the trace of the loop computes something else": "other-program",
     "compiles loops that draft one token": "loop-kind",
     "leaves its table": "short-table",
     "metadata changes its layout": "side-effect",

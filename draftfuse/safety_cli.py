@@ -33,7 +33,7 @@ def run_audit(target: str, steps: int | None = None, compiler: str = "inductor",
         print(report.to_json())
     else:
         Console().print(report.table() if report.divergences else report.headline())
-        print("\n".join(report.notes))
+        print("\n".join(report.lines()))
     return int(not report.ok)
 
 

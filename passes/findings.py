@@ -26,6 +26,7 @@ CLASSES = {
     "collective": "a collective that cannot be part of one captured loop",
     "side-effect": "Python state changes while the loop runs",
     "unstable-trace": "tracing twice gives two graphs",
+    "other-program": "the trace computes something else than the loop as Python runs it",
     "context-read": "the loop reads a context or environment variable",
     "hidden-read": "an operator reads a buffer that is not among its arguments",
     "loop-kind": "a loop of another kind",

@@ -46,7 +46,7 @@ def bench(
     ] = None,
     modes: Annotated[str, typer.Option(help="comma-separated")] = ",".join(DEFAULT_MODES),
     attention: Annotated[str, typer.Option(help=" or ".join(BACKENDS))] = "triton",
-    repeats: Annotated[int, typer.Option(min=1, help="timed runs of each mode in each cell")] = REPEATS,
+    repeats: Annotated[int, typer.Option(min=4, help="timed runs of each mode in each cell")] = REPEATS,
     out: Annotated[Path | None, typer.Option(help="folder for the result files, one a speculator")] = None,
     compile_time: Annotated[
         bool, typer.Option("--compile", help="measure compile time, cold and warm, instead")

@@ -33,6 +33,8 @@ def misses(cells: Sequence[Record], key: str, goals: dict[str, float], at_most: 
 
 def verdict(cells: Sequence[Record]) -> list[str]:
     """One line a goal, then one a miss."""
+    if not any(OURS in cell["modes"] for cell in cells):
+        return [f"no verdict: the mode {OURS} was not measured"]
     failed = [f"{cell['cell']}: no number" for cell in cells if "gpu_ms" not in cell["modes"].get(OURS, {})]
     lost = [f"{cell['cell']}: slower than {', '.join(modes)}" for cell in cells if (modes := slower(cell))]
     light = [cell["modes"].get(OURS, {}).get("hand_over") for cell in cells if cell["kv_share"] < 0.5]
