@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from draftfuse.errors import InvalidOptionError
 from draftfuse.vllm.plan import plan_of
 
 METHOD = "draftfuse_explain"  # what the plug-in adds to vLLM's worker, so that a call by name reaches other processes
@@ -15,7 +16,13 @@ def explain(llm: Any) -> str:
 
     Args:
         llm: a ``vllm.LLM``, or anything with ``collective_rpc``.
+
+    Raises:
+        InvalidOptionError: it is neither.
     """
+    if not callable(getattr(llm, "collective_rpc", None)):
+        todo = "Pass the engine that drafts."
+        raise InvalidOptionError("this is no engine", type(llm).__name__, "a vllm.LLM, which has collective_rpc", todo)
     texts = llm.collective_rpc(METHOD)
     if len(set(texts)) == 1:
         return str(texts[0])

@@ -43,7 +43,7 @@ class Program:
 def draw(seed: int) -> Program:
     """The program of ``seed``."""
     r = random.Random(seed)
-    k, rows = r.choice((2, 2, 3, 3, 4, 7)), r.randint(1, 5)  # above 5 steps are copied, not traced
+    k, rows = r.choice((2, 2, 3, 3, 4, 7)), r.randint(1, 5)  # above 4 steps are copied, not traced
     context = r.choice((12, 16, 23, 40))
     groups = r.choice((1, 1, 2, 3))
     uniform = r.random() < 0.25
