@@ -71,3 +71,10 @@ def split_path(path: str) -> tuple[str, Any]:
         return path[:start], text.strip("'\"") if not text.lstrip("-").isdigit() else int(text)
     owner, _, name = path.rpartition(".")
     return owner, name
+
+
+def owner_of(path: str) -> str:
+    """The path of the object that a path reads from: ``len(x.scales)`` and ``'a' in x.__dict__`` ask of ``x``'s."""
+    if (parts := ASKED.fullmatch(path)) is not None:
+        return (parts["measured"] or parts["listed"] or parts["container"]).removesuffix(".__dict__")
+    return split_path(path)[0].removesuffix(".__dict__")

@@ -42,6 +42,7 @@ class BuildReport:
     trace_seconds: float
     compile_seconds: float
     emission: str = "segments"
+    draft_step: int | None = None  # of a step of a split loop
     baked: dict[str, Any] = field(default_factory=dict)  # host values that the trace took, by Dynamo's path
     refused: str = ""  # why another emission was built instead of the one asked for
     copied_steps: int = 0  # draft steps that repeat others: copied in the IR instead of traced
@@ -130,8 +131,9 @@ def _owner_and_name(path: str) -> tuple[str, str]:
 def explain_build(build: BuildReport) -> list[str]:
     """The lines on one build: its size, then one line a pass."""
     rows = "any number of requests" if build.num_reqs is None else f"{build.num_reqs} requests"
+    kind = build.kind if build.draft_step is None else f"draft step {build.draft_step} of"
     head = (
-        f"{build.kind} k={build.k}, {rows}: {build.segments} segments ({build.unique_segments} distinct), "
+        f"{kind} k={build.k}, {rows}: {build.segments} segments ({build.unique_segments} distinct), "
         f"{build.opaque_calls} opaque calls; "
         f"traced in {build.trace_seconds:.1f} s, compiled in {build.compile_seconds:.1f} s"
     )

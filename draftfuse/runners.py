@@ -202,12 +202,12 @@ class Runners:
 
     def _split(self, descriptor: Descriptor) -> Runner:
         self.inspector.before_split(descriptor)
-        split = SplitLoop(self.spec, descriptor.num_steps, descriptor.num_reqs, self.settings)
+        counter = "graph replays" if self.cudagraph else "compiled calls"
+        split = SplitLoop(self.spec, descriptor.num_steps, descriptor.num_reqs, self.settings, self.report, counter)
         self.report.builds += split.reports
         scalars = self._bake(*split.reports)
         if self.cudagraph:
             split.launch = [self._capture(bound, descriptor).replay for bound in split.steps]
-        counter = "graph replays" if self.cudagraph else "compiled calls"
         counts = {counter: descriptor.num_steps - 1}
         return Runner(split.run, counts, addresses=self._addresses(split.sources), scalars=scalars, kept=split)
 

@@ -1,34 +1,28 @@
 """The split loop: one compiled call (or one CUDA graph) a draft step, metadata rebuilt in Python between them.
 
-It takes any builder: metadata comes from outside each step. The tensors of the first build are kept, and every
-rebuild is copied into them, so that a captured step reads fresh values at the address that it knows.
+It takes any builder: metadata comes from outside each step. Tensors that lie in other memory from step to step are
+copied into memory of the split loop's own, so that a captured step reads fresh values at the address that it knows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
-from enum import Enum
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from draftfuse import loop, python_state
+from draftfuse import loop
 from draftfuse.blobs import refuse_pointers
 from draftfuse.build import Settings, finish
-from draftfuse.errors import UnstableMetadataError
 from draftfuse.lowering.emit import Bound
 from draftfuse.lowering.workspace import Workspace
-from draftfuse.report import BuildReport
-from draftfuse.trace import trace
+from draftfuse.passes import ir
+from draftfuse.report import BuildReport, Report
+from draftfuse.split_metadata import Built, StepMetadata, Unseen
+from draftfuse.trace import Trace, trace
 from draftfuse.trial import of_trace
-from draftfuse.validate import source_of
-
-STEP = "draft_step"  # a field of this name holds the step: it may change
-SHOWN = 4
-HOST = (*python_state.SCALARS, torch.Size, slice, range, frozenset, set, Enum)
 
 
 def split_step(
@@ -40,7 +34,7 @@ def split_step(
     """
     loop.run_hook(spec, "on_multi_step_decode_begin")
     inputs = spec.inputs.view(num_reqs, num_reqs)
-    own = {layer: own_object(given, step) for layer, given in metadata.items()}
+    own = {layer: own_object(given) for layer, given in metadata.items()}
     for layer, names in extras.items():
         for name in names:
             setattr(own[layer], name, getattr(metadata[layer], name))
@@ -49,17 +43,16 @@ def split_step(
     loop.run_hook(spec, "on_multi_step_decode_end")
 
 
-def own_object(metadata: Any, step: int) -> Any:
+def own_object(metadata: Any) -> Any:
     """The step's own object with the same tensors: what ``forward`` plans or caches on it ends with the step."""
     if isinstance(metadata, dict):
-        return {key: own_object(value, step) for key, value in metadata.items()}
+        return {key: own_object(value) for key, value in metadata.items()}
     if not dataclasses.is_dataclass(metadata) or isinstance(metadata, type):
         return metadata
     fields = dataclasses.fields(metadata)
     if not all(f.init for f in fields):
         return metadata
-    values = {f.name: step if f.name == STEP else own_object(getattr(metadata, f.name), step) for f in fields}
-    return type(metadata)(**values)
+    return type(metadata)(**{f.name: own_object(getattr(metadata, f.name)) for f in fields})
 
 
 def extra_names(metadata: dict[str, Any]) -> dict[str, list[str]]:
@@ -75,28 +68,50 @@ def extra_names(metadata: dict[str, Any]) -> dict[str, list[str]]:
 
 
 class SplitLoop:
-    """Draft steps 1..k-1 at one request capacity, one bound callable a step."""
+    """Draft steps 1..k-1 at one request capacity, one bound callable a step.
 
-    def __init__(self, spec: Any, k: int, capacity: int, settings: Settings) -> None:
-        self.spec, self.k, self.capacity = spec, k, capacity
+    ``counter``: what a launch is called in the report.
+    """
+
+    def __init__(
+        self, spec: Any, k: int, capacity: int, settings: Settings, report: Report, counter: str = "compiled calls"
+    ) -> None:
+        self.spec, self.k, self.capacity, self.report, self.counter = spec, k, capacity, report, counter
         self.inputs = spec.inputs.view(capacity, capacity)
         self.held: dict[int, Any] = {}
-        self.metadata = loop.build_metadata(spec, self.inputs, 1, self.held)
-        self.layers = [group.layer_names[0] for group in spec.attn_groups]  # one of each object
-        self.kept = {layer: layout(self.metadata[layer], 1) for layer in self.layers}
-        refuse_pointers(self.metadata, [g.builder for g in spec.attn_groups])
+        self.layers = [group.layer_names for group in spec.attn_groups]  # those of a group share one object
+        self.metadata = self._keep()
         self.reports: list[BuildReport] = []
         self.sources: dict[str, Tensor] = {}  # what steps read beside metadata, by path
+        self.written: list[set[int]] = []  # by step, the memory that it writes before it advances
+        self.unseen: list[Unseen] = []  # by step, what it reads that no layout shows
         self.steps = [self._build(step, settings) for step in range(1, k)]
         self.launch: list[Callable[[], None]] = [bound.run for bound in self.steps]
 
+    def _keep(self) -> list[StepMetadata]:
+        """Of each group: builds for all steps, and one more of the first, tell which memory stays."""
+        first = loop.build_metadata(self.spec, self.inputs, 1, self.held)
+        refuse_pointers(first, [group.builder for group in self.spec.attn_groups])
+        builds = [self._built(first, 1)]
+        for step in [*range(2, self.k), 1]:
+            builds.append(self._built(loop.build_metadata(self.spec, self.inputs, step, self.held), step))
+        return [StepMetadata([*of_group]) for of_group in zip(*builds, strict=True)]
+
+    def _built(self, by_layer: dict[str, Any], step: int) -> list[Built]:
+        return [Built(by_layer[names[0]], step) for names in self.layers]
+
     def _build(self, step: int, settings: Settings) -> Bound:
         start = time.perf_counter()
-        args = self.spec, self.capacity, self.metadata, step, step == self.k - 1, extra_names(self.metadata)
+        made = [kept.at(step) for kept in self.metadata]
+        metadata = {layer: given for names, given in zip(self.layers, made, strict=True) for layer in names}
+        args = self.spec, self.capacity, metadata, step, step == self.k - 1, extra_names(metadata)
         traced = trace(split_step, args)
         seconds = time.perf_counter() - start
+        self.written.append(memory_of_forward(traced))
+        self.unseen.append(Unseen(traced, metadata))
         trial = of_trace(split_step, args, traced, self.capacity).check
         emission, report = finish(traced, self.k, self.capacity, seconds, settings, trial=trial)
+        report.draft_step = step
         self.reports.append(report)
         self.sources |= {path: t for path, t in emission.sources.items() if not path.startswith("L['metadata']")}
         return emission.bind(self.capacity, Workspace())
@@ -105,100 +120,39 @@ class SplitLoop:
         """All steps; metadata is rebuilt before each."""
         loop.run_hook(self.spec, "on_multi_step_decode_begin")
         for step, launch in enumerate(self.launch, start=1):
-            self.rebuild(step)
-            launch()
+            fresh = loop.build_metadata(self.spec, self.inputs, step, self.held)
+            if reason := self.refresh(fresh, step):
+                self.run_eagerly(fresh, step, reason)
+            else:
+                launch()
         loop.run_hook(self.spec, "on_multi_step_decode_end")
 
-    def rebuild(self, step: int) -> None:
-        """Rebuild slots and metadata of ``step`` and copy them where the steps read them."""
-        fresh = loop.build_metadata(self.spec, self.inputs, step, self.held)
-        for layer in self.layers:
-            copy_metadata(self.kept[layer], layout(fresh[layer], step), step, fresh[layer])
+    def refresh(self, fresh: dict[str, Any], step: int) -> str:
+        """Copy metadata of ``step`` where the steps read it; or say why that would not be what Python reads."""
+        pairs = [*zip(self.metadata, self._built(fresh, step), strict=True)]
+        written = self.written[step - 1]
+        if path := self.unseen[step - 1].changed(fresh):
+            return f"{path} is not what it was when the step was made"
+        for kept, built in pairs:
+            if moved := kept.moved(built):
+                return f"{moved} lies in other memory than when the step was made"
+            if path := kept.copy_of(written, built):
+                return f"the step writes {path}, which lies in other memory from step to step"
+        for kept, built in pairs:
+            kept.copy(built)
+        return ""
+
+    def run_eagerly(self, metadata: dict[str, Any], step: int, reason: str) -> None:
+        """The step as Python runs it, on the metadata as it was built: memory of the user's is not copied into."""
+        self.report.fall_back(f"draft step {step}", "eager", reason)
+        self.report.counts.update({"eager steps": 1, self.counter: -1})
+        tokens = loop.run_step(self.spec, self.inputs, metadata, step, step == self.k - 1)
+        self.inputs.draft_tokens[:, step].copy_(tokens)
 
 
-def layout(metadata: Any, step: int) -> dict[str, Any]:
-    """Every tensor, host value and type of a metadata object, by path; not the step that it says it is of."""
-    root = type(metadata).__module__.split(".")[0]
-    found = dict(_leaves(metadata, type(metadata).__name__, root, set()))
-    return {path: v for path, v in found.items() if not (path.endswith(f".{STEP}") and v == step)}
-
-
-def _leaves(value: Any, path: str, root: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (Tensor, *HOST)):
-        yield path, value
-    elif id(value) not in seen:
-        seen.add(id(value))
-        yield f"type of {path}", type(value).__qualname__
-        for name, item in _parts(value, root):
-            yield from _leaves(item, f"{path}.{name}", root, seen)
-
-
-def _parts(value: Any, root: str) -> Iterable[tuple[Any, Any]]:
-    """What an object of a metadata holds; objects of another package than its own keep to themselves (a planner's)."""
-    if isinstance(value, dict):
-        return value.items()
-    if isinstance(value, (list, tuple)):
-        return enumerate(value)
-    if isinstance(value, (type, torch.nn.Module)) or callable(value):
-        return ()
-    if dataclasses.is_dataclass(value):
-        return {**{f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, **_attributes(value)}.items()
-    return _attributes(value).items() if type(value).__module__.split(".")[0] == root else ()
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    found: dict[str, Any] = getattr(value, "__dict__", {})
-    slots = [n for k in type(value).__mro__ for n in _names(getattr(k, "__slots__", ())) if hasattr(value, n)]
-    return {**{name: getattr(value, name) for name in slots}, **found}
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def copy_metadata(old: dict[str, Any], new: dict[str, Any], step: int, made: Any) -> None:
-    """Copy every tensor of ``new`` into that of ``old``, by path; the two layouts must be one.
-
-    A builder may return the same object each time: what counts is the tensors that it held when a step was made.
-
-    Raises:
-        UnstableMetadataError: another type, other fields, other shapes, or other host values than at capture.
-    """
-    if old.keys() != new.keys():
-        raise unstable(old, new, step, made)
-    for path, value in old.items():
-        fresh = new[path]
-        if not isinstance(value, Tensor) or not isinstance(fresh, Tensor):
-            if type(value) is not type(fresh) or value != fresh:
-                raise unstable(old, new, step, made)
-        elif value.shape != fresh.shape or value.dtype != fresh.dtype:
-            raise unstable(old, new, step, made)
-        elif not is_same(value, fresh):
-            value.copy_(fresh)
-
-
-def is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same memory."""
-    return a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
-
-
-def unstable(old: dict[str, Any], new: dict[str, Any], step: int, made: Any) -> UnstableMetadataError:
-    """The error for metadata that changes its layout inside the loop."""
-    return UnstableMetadataError(
-        f"metadata changes its layout at draft step {step}",
-        describe(new, old),
-        describe(old, new),
-        "Return one type with the same tensor shapes and host values at every draft step.",
-        source_of(type(made)),
-    )
-
-
-def describe(layout: dict[str, Any], other: dict[str, Any]) -> str:
-    """What of a layout is not in the other one: shapes and host values by path."""
-    plain = {path: _plain(value) for path, value in layout.items()}
-    parts = [f"{p}={v}" for p, v in plain.items() if p not in other or _plain(other[p]) != v]
-    return ", ".join(parts[:SHOWN]) or "nothing there"
-
-
-def _plain(value: Any) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+def memory_of_forward(traced: Trace) -> set[int]:
+    """Addresses of the storages that a step writes while it may still read metadata."""
+    nodes = [node for node in traced.graph.nodes if ir.phase(node) in ("forward", "sample")]
+    written = {key for node in nodes for target in ir.written(node) for key in ir.storages(target)}
+    given = [node for node in ir.placeholders(traced.graph) if ir.storage(node) in written]
+    return {traced.tensors[node.name].untyped_storage().data_ptr() for node in given}

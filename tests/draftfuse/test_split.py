@@ -130,6 +130,7 @@ SHAPES: dict[str, Callable[[], Any]] = {
 
 
 MODES = ("split", "eager")
+AUTO = ("auto", "eager")
 
 
 def pair_of(make: Callable[[], Small]) -> Pair:
@@ -275,3 +276,243 @@ def test_counts_that_no_step_computes_with_run_split() -> None:
     both(CountingForNothing, three_rows, mode="split")
     pair = both(lambda: Small(builder=CountingBuilder()), three_rows, mode="split")
     pair.draft(CALLS[1])
+
+
+class Table(WindowBuilder):
+    """``start`` is a row of a table, which another step reads as ``length``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.arange(80, dtype=torch.int32).view(16, 5) % 7
+
+    def build(self, common: CommonMetadata) -> WindowMetadata:
+        made, rows, step = super().build(common), common.num_reqs, common.draft_step
+        made.start, made.length = self.table[step, :rows], self.table[step + 1, :rows]
+        return made
+
+
+class Swapping(WindowBuilder):
+    """Two buffers that change places at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers = torch.zeros(5, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+
+    def build(self, common: CommonMetadata) -> WindowMetadata:
+        made = super().build(common)
+        first, second = self.places(common)
+        self.buffers[first][: common.num_reqs].copy_(made.start)
+        self.buffers[second][: common.num_reqs].copy_(made.length * 3)
+        made.start, made.length = self.buffers[first][: common.num_reqs], self.buffers[second][: common.num_reqs]
+        return made
+
+    def places(self, common: CommonMetadata) -> tuple[int, int]:
+        return common.draft_step % 2, 1 - common.draft_step % 2
+
+
+class SwappingByCall(Swapping):
+    """The buffers change places at each prefill."""
+
+    odd = 0
+
+    def places(self, common: CommonMetadata) -> tuple[int, int]:
+        self.odd = (self.odd + (common.draft_step == 0)) % 2
+        return self.odd, 1 - self.odd
+
+
+class Moving(WindowBuilder):
+    """Two windows of one buffer, one place apart, that move on with the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer = torch.arange(32, dtype=torch.int32)
+
+    def build(self, common: CommonMetadata) -> WindowMetadata:
+        made, begin, end = super().build(common), common.draft_step, common.draft_step + common.num_reqs
+        self.buffer[begin:end].copy_(made.length)
+        made.start, made.length = self.buffer[begin:end], self.buffer[begin + 1 : end + 1]
+        return made
+
+
+class LengthOfInputs(WindowBuilder):
+    """Is the inputs' own memory at the first step alone."""
+
+    def build(self, common: CommonMetadata) -> WindowMetadata:
+        made = super().build(common)
+        made.length = common.seq_lens if common.draft_step <= 1 else made.length * 2
+        return made
+
+
+class TurnedTable(WindowBuilder):
+    """The group's own block table at the first step alone."""
+
+    def build(self, common: CommonMetadata) -> WindowMetadata:
+        made = super().build(common)
+        made.block_table = common.block_table if common.draft_step <= 1 else common.block_table.flip(1)
+        return made
+
+
+def memory_of(spec: Any) -> list[Tensor]:
+    """What split steps must leave alone: tables and buffers of the user's."""
+    own = [v for v in vars(spec.builder).values() if isinstance(v, (Tensor, tuple))]
+    buffers = [t for value in own for t in (value if isinstance(value, tuple) else (value,))]
+    return [spec.attn_groups[0].block_table, *buffers]
+
+
+def draft_all(pair: Pair) -> None:
+    """Every call drafts the same, and leaves the same in the user's memory."""
+    for call in CALLS:
+        pair.draft(call)
+        for mine, expected in zip(memory_of(pair.fused.spec), memory_of(pair.eager.spec), strict=True):
+            assert torch.equal(mine, expected)
+
+
+BUILDERS = (Table, Swapping, Moving, LengthOfInputs, TurnedTable)
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_metadata_that_is_memory_of_the_users_is_never_written(builder: type[WindowBuilder]) -> None:
+    pair = pair_of(lambda: Small(builder=builder()))
+    draft_all(pair)
+    assert pair.fused.report.counters["compiled calls"] == 3 * len(CALLS)
+    assert not pair.fused.report.fallbacks
+
+
+def planned(builder: type[WindowBuilder]) -> Any:
+    made = builder()
+    made.refresh_kind = "host-planned"  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.parametrize("builder", [Table, Moving])
+def test_nor_where_auto_runs_split(builder: type[WindowBuilder]) -> None:
+    make = lambda: Small(builder=planned(builder))  # noqa: E731
+    draft_all(Pair(*(draftfuse.compile(make(), compiler="none", mode=m, request_capacities=[4]) for m in AUTO)))
+
+
+def test_nor_behind_a_broken_guard() -> None:
+    pair = Pair(*(draftfuse.compile(Small(builder=Swapping()), compiler="none", mode=m) for m in AUTO))
+    pair.draft(three_rows)
+    for spec in (pair.fused.spec, pair.eager.spec):
+        spec.builder.window = 3
+    draft_all(pair)
+    assert pair.fused.report.counters["broken guards"] == len(CALLS)
+
+
+def test_memory_that_moves_later_sends_its_steps_to_python() -> None:
+    pair = pair_of(lambda: Small(k=3, builder=SwappingByCall()))
+    draft_all(pair)
+    counters = pair.fused.report.counters
+    assert (counters["eager steps"], counters["compiled calls"]) == (4, 2)
+    assert "WindowMetadata.start lies in other memory than when the step was made" in pair.fused.explain()
+
+
+class Clearing(Small):
+    """Writes what it has read of the metadata."""
+
+    def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        hidden, feedback = super().forward(inputs, metadata)
+        metadata["draft"].start.zero_()
+        return hidden + metadata["draft"].length[:1] * 0.1, feedback
+
+
+class ClearingInputs(Small):
+    """Writes what is metadata at the first step."""
+
+    def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        hidden, feedback = super().forward(inputs, metadata)
+        inputs.seq_lens.add_(inputs.seq_lens.clamp(max=1))
+        hidden = hidden + metadata["draft"].length[:1] * 0.1
+        inputs.seq_lens.sub_(inputs.seq_lens.clamp(max=1))
+        return hidden, feedback
+
+
+@pytest.mark.parametrize(
+    ("make", "builder", "compiled"), [(Clearing, Moving, 0), (ClearingInputs, LengthOfInputs, 2 * len(CALLS))]
+)
+def test_a_step_that_writes_such_memory_runs_in_python(
+    make: type[Small], builder: type[WindowBuilder], compiled: int
+) -> None:
+    pair = pair_of(lambda: make(builder=builder()))
+    draft_all(pair)
+    assert pair.fused.report.counters["compiled calls"] == compiled
+    assert "lies in other memory from step to step" in pair.fused.explain()
+
+
+class Plan:
+    """A planner's, of another package."""
+
+    def __init__(self, scale: int, length: Tensor) -> None:
+        self.scale, self.length = scale, length
+
+
+Plan.__module__ = "elsewhere"
+
+
+class Planning(WindowBuilder):
+    def __init__(self, by_step: bool, anew: bool) -> None:
+        super().__init__()
+        self.by_step, self.anew, self.twice = by_step, anew, torch.zeros(5, dtype=torch.int32)
+
+    def build(self, common: CommonMetadata) -> Any:
+        made, rows = super().build(common), common.num_reqs
+        self.twice[:rows].copy_(made.length * 2)
+        plan = Plan(common.draft_step if self.by_step else 2, self.twice[:rows].clone() if self.anew else self.twice)
+        return Plain(**vars(made), plan=plan)
+
+
+class ReadsPlan(Small):
+    def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        hidden, feedback = super().forward(inputs, metadata)
+        if inputs.positions.shape[0] == inputs.seq_lens.shape[0]:
+            plan = metadata["draft"].plan
+            hidden = torch.sin(hidden + (plan.scale * plan.length[: hidden.shape[0]]).unsqueeze(1))
+        return hidden, feedback
+
+
+@pytest.mark.parametrize(("by_step", "anew", "eager"), [(False, False, 0), (True, False, 1), (False, True, 2)])
+def test_what_a_planner_keeps_to_itself_is_compared(by_step: bool, anew: bool, eager: int) -> None:
+    pair = pair_of(lambda: ReadsPlan(k=3, builder=Planning(by_step, anew)))
+    draft_all(pair)
+    assert pair.fused.report.counters["eager steps"] == eager * len(CALLS)
+
+
+class AnyStepping(WindowBuilder):
+    def __init__(self, make: Callable[..., Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def build(self, common: CommonMetadata) -> Any:
+        return self.make(**vars(super().build(common)), draft_step=common.draft_step)
+
+
+class Steps(NamedTuple):
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    start: Tensor
+    length: Tensor
+    draft_step: int
+
+
+@pytest.mark.parametrize("make", [Plain, Steps])
+def test_the_step_may_stand_in_metadata_of_any_class(make: Callable[..., Any]) -> None:
+    draft_all(pair_of(lambda: Scaled(k=3, builder=AnyStepping(make))))
+
+
+class Stubborn(Plain):
+    def __copy__(self) -> Plain:
+        raise TypeError("there is only one")
+
+
+def test_metadata_that_cannot_be_copied_is_refused() -> None:
+    spec = Small(k=3, builder=Shaped(Stubborn))
+    with pytest.raises(UnstableMetadataError, match="cannot be copied: got TypeError: there is only one"):
+        draftfuse.compile(spec, compiler="none", mode="split").propose(three_rows(spec))
+
+
+def test_each_step_has_its_own_title() -> None:
+    fused = draftfuse.compile(Small(k=3), compiler="none", mode="split", request_capacities=[4])
+    fused.decode(2)
+    titles = [line for line in fused.explain().splitlines() if "segments" in line]
+    assert [line.split(":")[0] for line in titles] == [f"draft step {n} of k=3, 4 requests" for n in (1, 2)]
