@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftfuse import loop
+from draftfuse import loop, python_state
 from draftfuse.blobs import refuse_pointers
 from draftfuse.build import Settings, finish
 from draftfuse.lowering.emit import Bound
@@ -90,12 +90,16 @@ class SplitLoop:
 
     def _keep(self) -> list[StepMetadata]:
         """Of each group: builds for all steps, and one more of the first, tell which memory stays."""
+        tensors = python_state.of_speculator(self.spec, wide=False).tensors.values()
+        lasting = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         first = loop.build_metadata(self.spec, self.inputs, 1, self.held)
         refuse_pointers(first, [group.builder for group in self.spec.attn_groups])
         builds = [self._built(first, 1)]
         for step in [*range(2, self.k), 1]:
             builds.append(self._built(loop.build_metadata(self.spec, self.inputs, step, self.held), step))
-        return [StepMetadata([*of_group]) for of_group in zip(*builds, strict=True)]
+        # What a builder makes now is forgotten behind this build, unless its object is held.
+        found = [None if index in self.held else lasting for index in range(len(self.layers))]
+        return [StepMetadata(of_group, there) for *of_group, there in zip(*builds, found, strict=True)]
 
     def _built(self, by_layer: dict[str, Any], step: int) -> list[Built]:
         return [Built(by_layer[names[0]], step) for names in self.layers]

@@ -34,14 +34,15 @@ class StepMetadata:
 
     Args:
         builds: of several draft steps, each while the ones before it are alive; the last one's object is kept.
+        lasting: addresses of storages that were there before; any other is taken for one that will not stay.
 
     Raises:
         UnstableMetadataError: the steps have several layouts, or the object cannot be copied.
     """
 
-    def __init__(self, builds: list[Built]) -> None:
+    def __init__(self, builds: list[Built], lasting: set[int] | None) -> None:
         first, last = builds[0], builds[-1]
-        moving: set[str] = set()
+        moving = {path for path, tensor in last.tensors() if lasting is not None and _memory(tensor) not in lasting}
         for built in builds[1:]:
             check(first.values, built.values, built.step, built.made)
             moving |= {path for path, tensor in first.tensors() if not is_same(tensor, built.values[path])}

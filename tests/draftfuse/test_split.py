@@ -334,6 +334,20 @@ class Moving(WindowBuilder):
         return made
 
 
+class Lazy(WindowBuilder):
+    """Makes its buffer when it is first asked; while a loop is built, that is undone."""
+
+    buffer: Tensor | None = None
+
+    def build(self, common: CommonMetadata) -> WindowMetadata:
+        made = super().build(common)
+        if self.buffer is None:
+            self.buffer = torch.zeros(64, dtype=torch.int32)
+        self.buffer[: common.num_reqs].copy_(made.length)
+        made.length = self.buffer[: common.num_reqs]
+        return made
+
+
 class LengthOfInputs(WindowBuilder):
     """Is the inputs' own memory at the first step alone."""
 
@@ -367,7 +381,7 @@ def draft_all(pair: Pair) -> None:
             assert torch.equal(mine, expected)
 
 
-BUILDERS = (Table, Swapping, Moving, LengthOfInputs, TurnedTable)
+BUILDERS = (Table, Swapping, Moving, Lazy, LengthOfInputs, TurnedTable)
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
@@ -379,15 +393,15 @@ def test_metadata_that_is_memory_of_the_users_is_never_written(builder: type[Win
 
 
 def planned(builder: type[WindowBuilder]) -> Any:
-    made = builder()
-    made.refresh_kind = "host-planned"  # type: ignore[attr-defined]
+    made: Any = builder()
+    made.refresh_kind = "host-planned"
     return made
 
 
 @pytest.mark.parametrize("builder", [Table, Moving])
 def test_nor_where_auto_runs_split(builder: type[WindowBuilder]) -> None:
-    make = lambda: Small(builder=planned(builder))  # noqa: E731
-    draft_all(Pair(*(draftfuse.compile(make(), compiler="none", mode=m, request_capacities=[4]) for m in AUTO)))
+    specs = [Small(builder=planned(builder)) for _ in AUTO]
+    draft_all(Pair(*(draftfuse.compile(s, compiler="none", mode=m) for s, m in zip(specs, AUTO, strict=True))))
 
 
 def test_nor_behind_a_broken_guard() -> None:
