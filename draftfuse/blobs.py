@@ -24,17 +24,22 @@ def refuse_pointers(metadata: dict[str, Any], builders: Iterable[Any]) -> None:
     """
     if all(hasattr(b, "refresh") for b in builders):
         return
-    named = [(f"{layer}.{name}", t) for layer, m in metadata.items() for name, t in loop.metadata_tensors(m)]
+    for layer, name in pointing(metadata):
+        raise UnsafeLoopError(
+            f"metadata.{layer}.{name} holds absolute addresses",
+            "a blob that points at other metadata",
+            "tensors that mean the same wherever they are copied",
+            "Offer refresh(metadata, common) made of the backend's own registered operator.",
+            source_of(type(next(iter(metadata.values())))),
+        )
+
+
+def pointing(metadata: dict[str, Any]) -> list[tuple[str, str]]:
+    """Layer and name of each metadata tensor that holds the address of another one."""
+    named = [((layer, name), t) for layer, m in metadata.items() for name, t in loop.metadata_tensors(m)]
     ranges = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for _, t in named]
-    for name, tensor in named:
-        if _holds_address(tensor, [r for r in ranges if r[1] > 0 and r[0] > 0]):
-            raise UnsafeLoopError(
-                f"metadata.{name} holds absolute addresses",
-                "a blob that points at other metadata",
-                "tensors that mean the same wherever they are copied",
-                "Offer refresh(metadata, common) made of the backend's own registered operator.",
-                source_of(type(next(iter(metadata.values())))),
-            )
+    filled = [r for r in ranges if r[1] > 0 and r[0] > 0]
+    return [place for place, tensor in named if _holds_address(tensor, filled)]
 
 
 def _holds_address(tensor: Tensor, ranges: list[tuple[int, int]]) -> bool:

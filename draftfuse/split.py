@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from draftfuse import loop, python_state
-from draftfuse.blobs import refuse_pointers
+from draftfuse.blobs import pointing, refuse_pointers
 from draftfuse.build import Settings, finish
 from draftfuse.lowering.emit import Bound
 from draftfuse.lowering.workspace import Workspace
@@ -78,7 +78,7 @@ class SplitLoop:
     ) -> None:
         self.spec, self.k, self.capacity, self.report, self.counter = spec, k, capacity, report, counter
         self.inputs = spec.inputs.view(capacity, capacity)
-        self.held: dict[int, Any] = {}
+        self.held: dict[int, Any] = {}  # objects with addresses inside, which only their backend may move
         self.layers = [group.layer_names for group in spec.attn_groups]  # those of a group share one object
         self.metadata = self._keep()
         self.reports: list[BuildReport] = []
@@ -92,11 +92,15 @@ class SplitLoop:
         """Of each group: builds for all steps, and one more of the first, tell which memory stays."""
         tensors = python_state.of_speculator(self.spec, wide=False).tensors.values()
         lasting = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        first = loop.build_metadata(self.spec, self.inputs, 1, self.held)
+        held: dict[int, Any] = {}
+        first = loop.build_metadata(self.spec, self.inputs, 1, held)
         refuse_pointers(first, [group.builder for group in self.spec.attn_groups])
+        fixed = {layer for layer, _ in pointing(first)}
+        self.held = {index: made for index, made in held.items() if not fixed.isdisjoint(self.layers[index])}
         builds = [self._built(first, 1)]
-        for step in [*range(2, self.k), 1]:
-            builds.append(self._built(loop.build_metadata(self.spec, self.inputs, step, self.held), step))
+        for step in range(2, self.k):
+            builds.append(self._built(loop.build_metadata(self.spec, self.inputs, step, held), step))
+        builds.append(self._built(loop.build_metadata(self.spec, self.inputs, 1, {**self.held}), 1))
         # What a builder makes now is forgotten behind this build, unless its object is held.
         found = [None if index in self.held else lasting for index in range(len(self.layers))]
         return [StepMetadata(of_group, there) for *of_group, there in zip(*builds, found, strict=True)]
@@ -123,8 +127,9 @@ class SplitLoop:
     def run(self) -> None:
         """All steps; metadata is rebuilt before each."""
         loop.run_hook(self.spec, "on_multi_step_decode_begin")
+        held = {**self.held}  # any other is built once in each loop, and refreshed at each step
         for step, launch in enumerate(self.launch, start=1):
-            fresh = loop.build_metadata(self.spec, self.inputs, step, self.held)
+            fresh = loop.build_metadata(self.spec, self.inputs, step, held)
             if reason := self.refresh(fresh, step):
                 self.run_eagerly(fresh, step, reason)
             else:

@@ -514,6 +514,17 @@ def test_the_step_may_stand_in_metadata_of_any_class(make: Callable[..., Any]) -
     draft_all(pair_of(lambda: Scaled(k=3, builder=AnyStepping(make))))
 
 
+class Refreshing(WindowBuilder):
+    """Leaves the start as it was when the loop began."""
+
+    def refresh(self, metadata: WindowMetadata, common: CommonMetadata) -> None:
+        metadata.length.copy_(common.seq_lens - metadata.start)
+
+
+def test_what_a_refresh_leaves_is_that_of_the_same_loop() -> None:
+    draft_all(pair_of(lambda: Small(builder=Refreshing())))
+
+
 class Stubborn(Plain):
     def __copy__(self) -> Plain:
         raise TypeError("there is only one")
