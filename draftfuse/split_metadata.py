@@ -46,9 +46,7 @@ class StepMetadata:
         for built in builds[1:]:
             check(first.values, built.values, built.step, built.made)
             moving |= {path for path, tensor in first.tensors() if not is_same(tensor, built.values[path])}
-        # Clones of inference tensors could only be written in inference mode.
-        with torch.inference_mode(False):
-            self.own = {path: t.detach().clone() for path, t in last.tensors() if path in moving}
+        self.own = {path: t.detach().clone() for path, t in last.tensors() if path in moving}
         self.last = last
         self.values = {**last.values, **self.own}
 
