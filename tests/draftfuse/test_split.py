@@ -210,6 +210,8 @@ class CountingAnew(Counting):
     def on_multi_step_decode_begin(self) -> None:
         self.count = 0
 
+    on_prefill_begin = on_multi_step_decode_begin
+
 
 class CountingForNothing(CountingAnew):
     def forward(self, inputs: DraftInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -272,7 +274,7 @@ def test_a_count_that_a_step_computes_with_is_refused_at_its_line(make: Callable
 
 
 def test_counts_that_no_step_computes_with_run_split() -> None:
-    both(CountingAnew, three_rows)
+    both(CountingAnew, three_rows).draft(CALLS[1])
     both(CountingForNothing, three_rows, mode="split")
     pair = both(lambda: Small(builder=CountingBuilder()), three_rows, mode="split")
     pair.draft(CALLS[1])
