@@ -17,18 +17,23 @@ from typing import Any
 import torch
 from torch._guards import TracingContext
 
-from draftfuse.absent import looked_for
-from draftfuse.paths import split_path, value_at
+from draftfuse.absent import looked_for, of_users
+from draftfuse.handlers import catches
+from draftfuse.paths import asked_of, split_path, text_of_key, value_at
 from draftfuse.writers import LIBRARIES, is_library
 
 _CONSTANT = ("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH")
 _TABLES = (dict, list, tuple, set, deque)
+_MAPPINGS = (dict, types.MappingProxyType)
 _ROUTINES = ("BUILTIN_MATCH", "CLOSURE_MATCH", "FUNCTION_MATCH", "CLASS_MATCH")
 _LENGTHS = ("SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK")
 _ENTRIES = ("DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS")
 BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)  # made anew at each read
 SCALARS = (int, float, bool, str, type(None), bytes, complex, torch.dtype, torch.device, frozenset, Enum, range, slice)
 _OF_MODULES = ("._modules", "._parameters", "._buffers")
+_NOT_LISTED = (*_OF_MODULES, ".__dict__", "__defaults__")
+_MOST_KEYS = 256  # of a dictionary that the trace did not run over
+_KEYS = re.compile(r"list\(dict\.keys\((?P<owner>.+)\)\)")
 _ITEM = re.compile(r"dict\.__getitem__\((?P<owner>.+), list\(dict\.keys\((?P=owner)\)\)\[(?P<place>\d+)\]\)")
 # How Dynamo writes a class attribute that it found through an object: ``dict(type(L['spec']).__dict__)['scale']``.
 _OF_CLASS = re.compile(r"dict\(type\((?P<owner>.+)\)(\.__mro__\[\d+\])?\.__dict__\)\['(?P<name>\w+)'\]")
@@ -39,12 +44,17 @@ def taken(roots: Mapping[str, Any], module_globals: dict[str, Any]) -> dict[str,
     """Values by path (``L['spec'].page_size``) that the trace in progress took; call it inside a Dynamo backend."""
     context = TracingContext.try_get()
     found, names = dict[str, Any](), list[str]()
+    tries = any(catches(code, KeyError) for code in of_users(context.traced_code)) if context is not None else False
     for guard in context.guards_context.dynamo_guards if context is not None else ():
-        name: Any = guard.name
-        names.append(name() if callable(name) else name)
-        if (path := asked(names[-1], guard)) is not None:
+        names.append(_name(guard))
+        for path in asked(names[-1], guard, tries):
             path = _by_key(path, roots, module_globals)
             value = value_at(path, roots, module_globals)
+            if (question := asked_of(path)) is not None and question.kind in ("tuple", "is"):
+                container = value_at(question.container, roots, module_globals)
+                if _is_compared(container, value, question.kind, guard.create_fn_name()):
+                    found[path] = value
+                continue
             if isinstance(value, (set, frozenset)):  # Dynamo takes a whole set, and the loop may run over it
                 if len(value) > 1 and is_taken(tuple(value)):
                     found[f"tuple({path})"] = tuple(value)
@@ -56,12 +66,27 @@ def taken(roots: Mapping[str, Any], module_globals: dict[str, Any]) -> dict[str,
     return dict(sorted(found.items()))
 
 
+def _name(source: Any) -> str:
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+def _is_compared(container: Any, value: Any, question: str, kind: str) -> bool:
+    """Whether all keys of a container are guarded together, or that it is another container as well."""
+    if question == "is":
+        return isinstance(container, _TABLES) and value is True
+    if not isinstance(value, tuple) or not all(map(_is_key, value)):
+        return False
+    return kind == "DICT_KEYS_MATCH" or (isinstance(container, _MAPPINGS) and len(value) <= _MOST_KEYS)
+
+
 def _by_key(path: str, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> str:
     """An item of a subclass of dict, which Dynamo names by its place among the keys, by its key."""
     if (parts := _ITEM.fullmatch(path)) is None:
         return path
-    keys = list(dict.keys(value_at(parts["owner"], roots, module_globals)))
-    return f"{parts['owner']}[{keys[int(parts['place'])]!r}]"
+    owner, place = parts["owner"], int(parts["place"])
+    key = list(dict.keys(value_at(owner, roots, module_globals)))[place]
+    return f"{owner}[{text_of_key(key) or f'list(dict.keys({owner}))[{place}]'}]"
 
 
 def _is_watched_by_address(path: str, value: Any, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> bool:
@@ -75,35 +100,47 @@ def has_parameters(owner: Any) -> bool:
     return isinstance(owner, torch.nn.Module) and next(owner.parameters(), None) is not None
 
 
-def asked(path: str, guard: Any) -> str | None:
-    """What the loop looked at, as an expression over Dynamo's path; None where that is no scalar.
+def asked(path: str, guard: Any, tries: bool = False) -> list[str]:
+    """What the loop looked at, as expressions over Dynamo's path; none where that is no scalar.
 
     Beside values these are lengths (``len(L['spec'].scales)``), keys (``'x' in L['spec'].options``) and attributes that
-    an object itself does not have (``'x' in L['spec'].__dict__``): what a default, or a class, stands in for.
+    an object itself does not have (``'x' in L['spec'].__dict__``): what a default, or a class, stands in for. Of a key
+    that a dictionary lacks, a length may be all that Dynamo notes, and nothing where the loop ``tries`` and catches.
     """
     kind, owner = guard.create_fn_name(), split_path(path)[0] if path else ""
+    listed = [f"tuple({path})"] if _is_of_users(path) and not path.endswith(_NOT_LISTED) else []
+    if (keys := _KEYS.fullmatch(owner)) is not None and _is_of_users(keys["owner"]):
+        return [f"tuple({keys['owner']})"]
     if kind in _CONSTANT:
-        return path if "[" in owner else None
+        return [path] if "[" in owner or _ITEM.fullmatch(path) else []
     if "[" not in path:
-        return None
+        return []
     if kind in _ROUTINES:
-        return path if _is_of_users(path) else None
+        return [path] if _is_of_users(path) else []
     if kind == "TYPE_MATCH":
-        return f"{path}.__class__" if _is_of_users(path) else None
+        return [f"{path}.__class__", *(listed if tries else [])] if _is_of_users(path) else []
+    if kind == "DUPLICATE_INPUT":
+        other = _name(guard.create_fn.keywords["source_b"])
+        return [f"{path} is {other}"] if path.startswith("L['spec']") and other.startswith("L['spec']") else []
     if kind == "DICT_KEYS_MATCH" and not path.endswith(_OF_MODULES):
-        return f"tuple({path})"
+        return [f"tuple({path})"]
     if kind in _LENGTHS:
-        return f"len({path})"
-    given = getattr(guard.create_fn, "keywords", {})
+        return [f"len({path})", *listed]
+    return _of_entry(path, kind, getattr(guard.create_fn, "keywords", {}))
+
+
+def _of_entry(path: str, kind: str, given: dict[str, Any]) -> list[str]:
+    """Whether an object has an attribute, or a container an entry; all of them where no text stands for its key."""
     if kind in ("HASATTR", "NOT_PRESENT_IN_GENERIC_DICT"):
         # In torch 2.11 a HASATTR stands at the attribute itself.
         path, key = (path, given["attr"]) if given.get("attr") else split_path(path)
-        path = f"{path}.__dict__"
-    elif kind in _ENTRIES:
-        key = given.get("key")
-    else:
-        return None
-    return f"{key!r} in {path}" if isinstance(key, (str, int)) else None
+        return [f"{key!r} in {path}.__dict__"]
+    if kind not in _ENTRIES:
+        return []
+    text = text_of_key(given.get("key"))
+    if text is not None:
+        return [f"{text} in {path}"]
+    return [path if kind.startswith("SET") else f"tuple({path})"]
 
 
 def _is_of_users(path: str) -> bool:
@@ -119,6 +156,14 @@ def is_taken(value: Any) -> bool:
         return is_plain or issubclass(value, torch.nn.Module)
     is_keys = isinstance(value, tuple) and all(isinstance(key, SCALARS) for key in value)
     return is_keys or isinstance(value, SCALARS) or inspect.isroutine(value)
+
+
+def _is_key(key: Any) -> bool:
+    """Whether a key can be told from others: a scalar, several, or what is equal to nothing but itself."""
+    if isinstance(key, tuple):
+        return all(map(_is_key, key))
+    is_itself = type(key).__hash__ in (object.__hash__, type.__hash__) and type(key).__eq__ is object.__eq__
+    return isinstance(key, SCALARS) or (is_itself and not isinstance(key, torch.nn.Module))
 
 
 def as_attribute(path: str, value: Any, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> str:

@@ -6,16 +6,19 @@ identity of the attributes that the loop read them from, so a rebound attribute 
 
 from __future__ import annotations
 
+import inspect
+import types
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftfuse import loop
 from draftfuse.errors import StaleAddressError
-from draftfuse.paths import MODULES, plain, split_path
+from draftfuse.paths import MISSING, MODULES, Computed, plain, split_path, value_at
 from draftfuse.speculator import Guard
 
 
@@ -90,7 +93,11 @@ class Addresses:
             changed = [(tuple(t.shape), t.stride()) for t, new, old in pairs if new != old]
             raise stale(f"tensors of shapes and strides {changed}", "lies otherwise")
         for container, key, tensor, path in self.places:
-            if container[key] is not tensor:
+            try:
+                held = container[key] is tensor
+            except LookupError:
+                held = False
+            if not held:
                 raise stale(plain(path), "was replaced by another object")
 
 
@@ -127,13 +134,36 @@ def _place(path: str, value: Any, roots: Mapping[str, Any]) -> tuple[tuple[Any, 
     owner_path, key = split_path(path)
     if owner_path in ("", "G"):
         return None
-    try:
-        # A path that Dynamo wrote, not user input.
-        owner = eval(owner_path, {"__builtins__": {}}, {"L": roots, "G": MODULES})
-    except (AttributeError, KeyError, IndexError, NameError, TypeError):
-        return None
-    container = owner if isinstance(owner, (list, dict, tuple)) else getattr(owner, "__dict__", {})
+    owner = value_at(owner_path, roots, MODULES)
+    if isinstance(key, Computed):
+        key = value_at(key, roots, MODULES)
+    container = _container(owner, key)
     try:
         return ((container, key, value, path), owner) if container[key] is value else None
-    except (KeyError, IndexError, TypeError):
+    except (AttributeError, LookupError, TypeError):
         return None
+
+
+def _container(owner: Any, key: Any) -> Any:
+    """What is asked for ``key``: a container itself, an object's dictionary, or the object where it has slots."""
+    if isinstance(owner, (list, dict, deque)) or (isinstance(owner, tuple) and isinstance(key, int)):
+        return owner
+    is_slot = isinstance(inspect.getattr_static(type(owner), str(key), None), _SLOTS)
+    return _Slots(owner) if is_slot else getattr(owner, "__dict__", {})
+
+
+class _Slots:
+    """An object without a dictionary, asked as if it had one."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self.owner, key, MISSING)
+
+
+class _Row(NamedTuple):
+    field: int
+
+
+_SLOTS = (types.MemberDescriptorType, type(vars(_Row)["field"]))

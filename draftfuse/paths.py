@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import math
 import re
 import sys
 from collections.abc import Mapping
-from typing import Any
+from functools import lru_cache
+from types import CodeType, SimpleNamespace
+from typing import Any, NamedTuple
 
-ASKED = re.compile(r"len\((?P<measured>.+)\)|tuple\((?P<listed>.+)\)|(?P<key>'[^']*'|\d+) in (?P<container>.+)")
+import torch
 
 
 class _Missing:
@@ -18,7 +22,27 @@ class _Missing:
 
 
 MISSING = _Missing()
-_BUILTINS = {"type": type, "dict": dict, "len": len, "tuple": tuple}
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+# Beside what Dynamo calls, the names that stand in the texts of keys: torch.float32, device(type='cpu'), inf.
+_NAMES: dict[str, Any] = {
+    **{called.__name__: called for called in (type, dict, len, tuple, list)},
+    "torch": SimpleNamespace(**_DTYPES),
+    "device": torch.device,
+    "inf": math.inf,
+}
+_CACHED = 1 << 14  # paths
+
+
+class Computed(str):
+    """A key that is no literal, as the expression that Dynamo writes for it: ``torch.float32``."""
+
+
+class Asked(NamedTuple):
+    """A question that is no path: ``len(path)``, ``tuple(path)``, ``key in path``, ``path is key``."""
+
+    kind: str  # len, tuple, in or is
+    container: str
+    key: str = ""
 
 
 def imported(key: str) -> Any:
@@ -36,11 +60,16 @@ class _Modules(dict[str, Any]):
 MODULES = _Modules()
 
 
+@lru_cache(_CACHED)
+def _compiled(path: str) -> CodeType:
+    return compile(path, "<path>", "eval")
+
+
 def value_at(path: str, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> Any:
     """What stands at Dynamo's ``path`` now; :data:`MISSING` where nothing does."""
     try:
-        return eval(path, {"__builtins__": _BUILTINS}, {"L": roots, "G": module_globals})  # Dynamo's own path
-    except (AttributeError, KeyError, IndexError, NameError, TypeError, SyntaxError):
+        return eval(_compiled(path), {"__builtins__": _NAMES}, {"L": roots, "G": module_globals})  # Dynamo's own path
+    except (AttributeError, LookupError, NameError, TypeError, SyntaxError):
         return MISSING
 
 
@@ -51,30 +80,67 @@ def of_modules(path: str) -> str:
 
 def plain(path: str) -> str:
     """A path as a user would write it: ``L['spec'].builder.window`` -> ``spec.builder.window``."""
+    if (question := asked_of(path)) is not None:
+        inner, key = plain(question.container), question.key
+        shown = {"tuple": f"keys of {inner}", "len": f"len({inner})", "in": f"{key} in {inner}"}
+        return shown[question.kind] if question.kind in shown else f"{inner} is {plain(key)}"
     path = of_modules(path)
-    if (parts := ASKED.fullmatch(path)) is not None:
-        inner = plain(parts["measured"] or parts["listed"] or parts["container"])
-        if parts["listed"]:
-            return f"keys of {inner}"
-        return f"len({inner})" if parts["measured"] else f"{parts['key']} in {inner}"
     for prefix in ("L['", "G['"):
         if path.startswith(prefix):
             return path[3:].replace("']", "", 1)
     return path
 
 
+@lru_cache(_CACHED)
+def _parsed(path: str) -> ast.expr | None:
+    try:
+        return ast.parse(path, mode="eval").body
+    except SyntaxError:
+        return None
+
+
+def _source(path: str, node: ast.expr) -> str:
+    return ast.get_source_segment(path, node) or ""
+
+
+@lru_cache(_CACHED)
+def asked_of(path: str) -> Asked | None:
+    """The parts of a question; None for a path."""
+    node = _parsed(path)
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In):
+        return Asked("in", _source(path, node.comparators[0]), _source(path, node.left))
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is):
+        return Asked("is", _source(path, node.left), _source(path, node.comparators[0]))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("len", "tuple"):
+        return Asked(node.func.id, _source(path, node.args[0]))
+    return None
+
+
+@lru_cache(_CACHED)
 def split_path(path: str) -> tuple[str, Any]:
     """``L['spec'].inputs.seq_lens`` -> (``L['spec'].inputs``, ``seq_lens``); ``x[0]`` -> (``x``, 0)."""
-    if path.endswith("]"):
-        start = path.rindex("[")
-        text = path[start + 1 : -1]
-        return path[:start], text.strip("'\"") if not text.lstrip("-").isdigit() else int(text)
-    owner, _, name = path.rpartition(".")
-    return owner, name
+    node = _parsed(path)
+    if isinstance(node, ast.Attribute):
+        return _source(path, node.value), node.attr
+    if not isinstance(node, ast.Subscript):
+        return "", path
+    try:
+        key = ast.literal_eval(node.slice)
+    except (ValueError, TypeError):
+        key = Computed(_source(path, node.slice))
+    return _source(path, node.value), key
+
+
+def text_of_key(key: Any) -> str | None:
+    """How a key stands in a path; None where it has no text that reads as itself again."""
+    if isinstance(key, tuple):
+        texts = [text_of_key(item) for item in key]
+        return None if type(key) is not tuple or None in texts else repr(key)
+    has_text = type(key) in (str, int, bool, bytes, float, type(None), torch.dtype, torch.device)
+    return repr(key) if has_text and key == key else None  # NaN is not
 
 
 def owner_of(path: str) -> str:
     """The path of the object that a path reads from: ``len(x.scales)`` and ``'a' in x.__dict__`` ask of ``x``'s."""
-    if (parts := ASKED.fullmatch(path)) is not None:
-        return (parts["measured"] or parts["listed"] or parts["container"]).removesuffix(".__dict__")
-    return split_path(path)[0].removesuffix(".__dict__")
+    question = asked_of(path)
+    return (split_path(path)[0] if question is None else question.container).removesuffix(".__dict__")

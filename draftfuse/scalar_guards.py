@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import types
 from collections import deque
@@ -15,7 +16,8 @@ import torch
 from draftfuse.attribute_reads import Read
 from draftfuse.baked import SCALARS, has_parameters, same
 from draftfuse.module_hooks import ModuleHooks
-from draftfuse.paths import ASKED, MISSING, MODULES, plain, split_path, value_at
+from draftfuse.paths import MISSING, MODULES, Asked, Computed, asked_of, plain, split_path, value_at
+from draftfuse.torch_modes import changed_modes, modes_of_torch
 from draftfuse.writers import LIBRARIES, is_library
 
 REPLACED = "an object that the loop read its values from, one of its methods, or a hook of a module, was replaced"
@@ -29,6 +31,7 @@ class ScalarGuards:
     holds: Callable[[], bool] = lambda: True
     current: dict[str, Callable[[], Any]] = field(default_factory=dict)
     classes: list[Methods] = field(default_factory=list)
+    modes: tuple[Any, ...] = field(default_factory=modes_of_torch)
 
     @classmethod
     def of(cls, baked: Mapping[str, Any], roots: Mapping[str, Any], reads: Iterable[Read] = ()) -> ScalarGuards:
@@ -41,12 +44,13 @@ class ScalarGuards:
             comparison.methods(path)
         if "spec" in roots:
             comparison.hooks(ModuleHooks(roots["spec"]))
-        comparison.terms.append(f"{comparison.constant(modes_of_torch)}() == {comparison.constant(modes_of_torch())}")
+        modes = modes_of_torch()
+        comparison.terms.append(f"{comparison.constant(modes_of_torch)}() == {comparison.constant(modes)}")
         current = {path: _reader(path, roots) for path in values}
         for read in reads:
             comparison.read(read)
             values[read.label], current[read.label] = read.value, read.now
-        return cls(values, comparison.compiled(), current, list(comparison.classes.values()))
+        return cls(values, comparison.compiled(), current, list(comparison.classes.values()), modes)
 
     def broken(self) -> list[str]:
         """Each value that is not what it was, as text; empty where all hold."""
@@ -55,12 +59,8 @@ class ScalarGuards:
         changed = [(p, self.values[p], read()) for p, read in self.current.items()]
         named = [f"{plain(p)}: traced with {old!r}, now {new!r}" for p, old, new in changed if not same(new, old)]
         named += [f"{name} was replaced" for methods in self.classes for name in methods.replaced()]
+        named += changed_modes(self.modes)
         return list(dict.fromkeys(named)) or [REPLACED]
-
-
-def modes_of_torch() -> tuple[torch.dtype, bool]:
-    """What changes the dtypes of operators for the whole process."""
-    return torch.get_default_dtype(), torch._C._is_any_autocast_enabled()
 
 
 def methods_of(roots: Mapping[str, Any]) -> list[str]:
@@ -115,13 +115,14 @@ class _Comparison:
         self.owners: dict[str, str] = {}  # path of an owner -> its bound name
         self.classes: dict[type, Methods] = {}
         self.terms: list[str] = []
+        self.absent: dict[str, set[Any]] = {}  # names that an object does not have, by the bound name of its attributes
 
     def add(self, path: str, value: Any) -> bool:
         if isinstance(value, type):
             self.klass(path, value)
             return True
-        if ASKED.fullmatch(path):
-            return self.equals(self.question(path), value)
+        if (question := asked_of(path)) is not None:
+            return self.lacks(question) if value is False else self.equals(self.question(question), value)
         if isinstance(value, types.FunctionType):  # what reloads a module may change a function in place
             function = self.constant(value)
             self.terms.append(f"{self.constant(_CODE)}({function}) == {self.constant(_CODE(value))}")
@@ -133,9 +134,20 @@ class _Comparison:
             return False
         if value is None or isinstance(value, bool):
             self.terms.append(f"({read}) is {value!r}")
+        elif type(value) is tuple and {type(item) for item in value} == {str}:
+            self.terms.append(f"{read} == {self.constant(value)}")
         else:
             constant = self.constant(value)
             self.terms.append(f"({read} is {constant} or same({read}, {constant}))")
+        return True
+
+    def lacks(self, asked: Asked) -> bool:
+        """A key that a container does not have; names that an object lacks are looked up together."""
+        attributes = value_at(asked.container, self.roots, MODULES)
+        if not asked.container.endswith(".__dict__") or not isinstance(attributes, dict):
+            return self.equals(self.question(asked), False)
+        name = self.reach(asked.container, attributes)
+        self.absent.setdefault(name, set()).add(ast.literal_eval(asked.key))
         return True
 
     def klass(self, path: str, klass: type) -> None:
@@ -186,29 +198,41 @@ class _Comparison:
         """How an attribute or item is read; None where nobody can assign it."""
         owner_path, key = split_path(path)
         owner = value_at(owner_path, self.roots, MODULES)
-        return _access(self.reach(owner_path, owner), path) if _can_change(owner, key) else None
+        return self.access(self.reach(owner_path, owner), path) if _can_change(owner, key) else None
 
-    def question(self, path: str) -> str | None:
+    def question(self, asked: Asked) -> str | None:
         """How a length is taken, or a key looked up; None where neither can change."""
-        parts = ASKED.fullmatch(path)
-        assert parts is not None
-        container_path = parts["measured"] or parts["listed"] or parts["container"]
-        container = value_at(container_path, self.roots, MODULES)
-        if parts["listed"] and isinstance(container, (set, frozenset)):  # another one in the same order will do
-            access = self.attribute(container_path)
+        container = value_at(asked.container, self.roots, MODULES)
+        if asked.kind == "is":
+            first, second = self.attribute(asked.container), self.attribute(asked.key)
+            return f"{first} is {second}" if first is not None and second is not None else None
+        if asked.kind == "tuple" and isinstance(container, (set, frozenset)):  # another in the same order will do
+            access = self.attribute(asked.container)
             return f"tuple({access})" if access is not None else None
-        if not isinstance(container, (*_CONTAINERS, set, tuple)) or container_path.startswith("dict("):
+        if not isinstance(container, (*_CONTAINERS, set, tuple)) or asked.container.startswith("dict("):
             return None
-        name = self.reach(container_path, container)
-        if parts["listed"]:
-            return f"tuple({name})"
-        return f"len({name})" if parts["measured"] else f"{parts['key']} in {name}"
+        name = self.reach(asked.container, container)
+        return f"{self.key(asked.key)} in {name}" if asked.kind == "in" else f"{asked.kind}({name})"
+
+    def key(self, text: str) -> str:
+        """A key in the comparison: a literal, or the bound name of what ``text`` stands for."""
+        try:
+            return repr(ast.literal_eval(text))
+        except (ValueError, TypeError):
+            return self.constant(value_at(text, self.roots, MODULES))
+
+    def access(self, name: str, path: str) -> str:
+        """The last step of ``path``, from an object of that name."""
+        key = split_path(path)[1]
+        if not path.endswith("]"):
+            return f"{name}.{key}"
+        return f"{name}[{self.key(key) if isinstance(key, Computed) else repr(key)}]"
 
     def reach(self, path: str, owner: Any) -> str:
         """How an owner is read: itself where it can change, through what holds it where only another can replace it."""
         above, parent = self.parent(path)
         if isinstance(owner, _FIXED) and parent is not MISSING:
-            return _access(self.reach(above, parent), path)
+            return self.access(self.reach(above, parent), path)
         return self.owner(path, owner)
 
     def parent(self, path: str) -> tuple[str, Any]:
@@ -224,7 +248,7 @@ class _Comparison:
             above, parent = self.parent(path)
             key = split_path(path)[1]
             if parent is not MISSING and key != "__dict__":
-                access = _access(self.owner(above, parent), path)  # what a tuple holds stays; the tuple may not
+                access = self.access(self.owner(above, parent), path)  # what a tuple holds stays; the tuple may not
                 if _can_change(parent, key):
                     self.terms.append(f"{access} is {name}")
         return self.owners[path]
@@ -235,6 +259,8 @@ class _Comparison:
         return name
 
     def compiled(self) -> Callable[[], bool]:
+        for name, keys in self.absent.items():
+            self.terms.append(f"{name}.keys().isdisjoint({self.constant(keys)})")
         parameters = ", ".join(f"{n}={n}" for n in self.names)
         body = " and ".join(self.terms) or "True"
         source = (
@@ -252,12 +278,6 @@ _CONTAINERS = (dict, list, deque, types.MappingProxyType)
 _FIXED = (tuple, slice, range)  # other values come with another object
 
 
-def _access(name: str, path: str) -> str:
-    """The last step of ``path``, from an object of that name."""
-    key = split_path(path)[1]
-    return f"{name}[{key!r}]" if path.endswith("]") else f"{name}.{key}"
-
-
 def _can_change(owner: Any, key: Any) -> bool:
     """Whether ``owner`` is an object, class or module of the user's that lets ``key`` be assigned, or a container."""
     if isinstance(owner, (*_CONTAINERS, *_FIXED)):
@@ -271,7 +291,7 @@ def _can_change(owner: Any, key: Any) -> bool:
     if isinstance(owner, type):
         return not is_library(owner)
     if isinstance(owner, torch.Tensor):
-        return False
+        return key in vars(owner)
     return key in _own_names(owner) or _is_plain(inspect.getattr_static(type(owner), key, None))
 
 

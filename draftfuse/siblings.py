@@ -16,7 +16,7 @@ from typing import Any
 
 from draftfuse.attribute_reads import is_plain_namespace
 from draftfuse.baked import is_taken
-from draftfuse.paths import ASKED, MISSING, MODULES, split_path, value_at
+from draftfuse.paths import MISSING, MODULES, asked_of, split_path, text_of_key, value_at
 from draftfuse.unroll import Irregular
 
 _SEQUENCES = (list, tuple, deque)
@@ -45,10 +45,11 @@ def with_siblings(values: Mapping[str, Any], roots: Mapping[str, Any]) -> dict[s
         TooManyEntries: there are more than :data:`LIMIT` of them.
     """
     found = dict(values)
-    questions = {path: parts["container"] for path in values if (parts := ASKED.fullmatch(path)) is not None}
+    questions = {path: question for path in values if (question := asked_of(path)) is not None}
+    containers = dict.fromkeys(q.container for q in questions.values() if q.kind == "in")
     shapes = dict.fromkeys(_shape(path, roots) for path in values if path not in questions)
     beside = [_walk(base, value_at(base, roots, MODULES), keys) for base, keys in shapes]
-    asked = [_keys(c, value_at(c, roots, MODULES)) for c in dict.fromkeys(questions.values()) if c]
+    asked = [_keys(c, value_at(c, roots, MODULES)) for c in containers]
     for path, value in chain(*beside, *asked):
         found.setdefault(path, value)
         check_number(len(found) - len(values), path)
@@ -86,7 +87,8 @@ def _walk(path: str, value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[str, A
 
 def _entries(path: str, owner: Any) -> list[tuple[str, Any]]:
     if isinstance(owner, _MAPPINGS):
-        return [(f"{path}[{key!r}]", item) for key, item in owner.items() if isinstance(key, (str, int))]
+        texts = {text: item for key, item in owner.items() if (text := text_of_key(key)) is not None}
+        return [(f"{path}[{text}]", item) for text, item in texts.items()]
     if isinstance(owner, _SEQUENCES):
         return [(f"{path}[{index}]", item) for index, item in enumerate(owner)]
     return [(f"{path}.{name}", item) for name, item in vars(owner).items()] if is_plain_namespace(owner) else []
@@ -105,4 +107,4 @@ def _keys(path: str, container: Any) -> Iterator[tuple[str, Any]]:
     """Which keys a dictionary or set has: copied steps may ask for another one than the traced steps."""
     if isinstance(container, (*_MAPPINGS, set)) and not path.endswith(".__dict__"):
         yield f"len({path})", len(container)
-        yield from ((f"{key!r} in {path}", True) for key in container if isinstance(key, (str, int)))
+        yield from ((f"{text} in {path}", True) for key in container if (text := text_of_key(key)) is not None)
