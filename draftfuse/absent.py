@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from draftfuse.handlers import protected
+from draftfuse.handlers import catches, of_users, protected
 from draftfuse.paths import MISSING, value_at
 from draftfuse.writers import LIBRARIES, is_library
 
@@ -22,14 +22,15 @@ def looked_for(
 ) -> dict[str, bool]:
     """``'scale' in L['spec'].__dict__`` with False, for each name that the code tries and an object does not have."""
     codes = of_users(codes)
-    tried = protected(codes)
     asks = any(_ASKING & {*code.co_names} for code in codes)
+    catching = any(catches(code, AttributeError) for code in codes)
+    owners = {path: value_at(path, roots, module_globals) for path in dict.fromkeys(paths)} if catching or asks else {}
+    tried = protected(codes, filter(_has_functions, owners.values())) if catching else set()
     named = {c for code in codes for c in code.co_consts if isinstance(c, str) and c.isidentifier()} if asks else set()
     found = dict[str, bool]()
-    for path in dict.fromkeys(paths) if tried or named else ():
-        owner = value_at(path, roots, module_globals)
+    for path, owner in owners.items():
         if isinstance(owner, types.ModuleType):
-            names = set() if owner.__name__.split(".")[0] in LIBRARIES else tried | named
+            names = tried | named if _is_users_module(owner) else set()
         else:
             names = tried if _is_of_users(owner) else set()
         gone = (n for n in names if inspect.getattr_static(owner, n, MISSING) is MISSING)
@@ -37,11 +38,13 @@ def looked_for(
     return found
 
 
-def of_users(codes: Iterable[types.CodeType]) -> list[types.CodeType]:
-    """Code that may be the user's."""
-    from draftfuse.step_log import is_watched
+def _is_users_module(owner: Any) -> bool:
+    return isinstance(owner, types.ModuleType) and owner.__name__.split(".")[0] not in LIBRARIES
 
-    return [c for c in dict.fromkeys(codes) if is_watched(c.co_filename)]
+
+def _has_functions(owner: Any) -> bool:
+    """Whether ``owner`` is, or has, what the user's code may call."""
+    return isinstance(owner, types.FunctionType) or _is_users_module(owner) or _is_of_users(owner)
 
 
 def _is_of_users(owner: Any) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch._guards import TracingContext
 
-from draftfuse.absent import looked_for, of_users
-from draftfuse.handlers import catches
+from draftfuse.absent import looked_for
+from draftfuse.handlers import catches, of_users
 from draftfuse.paths import asked_of, split_path, text_of_key, value_at
 from draftfuse.writers import LIBRARIES, is_library
 
@@ -162,8 +162,11 @@ def _is_key(key: Any) -> bool:
     """Whether a key can be told from others: a scalar, several, or what is equal to nothing but itself."""
     if isinstance(key, tuple):
         return all(map(_is_key, key))
-    is_itself = type(key).__hash__ in (object.__hash__, type.__hash__) and type(key).__eq__ is object.__eq__
-    return isinstance(key, SCALARS) or (is_itself and not isinstance(key, torch.nn.Module))
+    return isinstance(key, SCALARS) or (_is_only_itself(type(key)) and not isinstance(key, torch.nn.Module))
+
+
+def _is_only_itself(klass: Any) -> bool:
+    return klass.__hash__ in (object.__hash__, type.__hash__) and klass.__eq__ in (object.__eq__, type.__eq__)
 
 
 def as_attribute(path: str, value: Any, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> str:

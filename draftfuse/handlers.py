@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import builtins
 import dis
+import inspect
 import types
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+_BOUND = (types.MethodType, staticmethod, classmethod)
 _NAMES = (*_LOADS, "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE")
-_CALLED_BY_PYTHON = ("forward", "<lambda>")
 
 
 @lru_cache(4096)
@@ -49,29 +52,71 @@ def _may_be(name: str, kind: type[BaseException]) -> bool:
     return not isinstance(known, type) or issubclass(kind, known)
 
 
-def protected(codes: Iterable[types.CodeType]) -> set[str]:
-    """Names of attributes that are read where an ``AttributeError`` is caught, there or in a function called there."""
-    codes = list(codes)
-    reads, called, seen = set[str](), set[str](), set[types.CodeType]()
+def protected(codes: Iterable[types.CodeType], owners: Iterable[Any]) -> set[str]:
+    """Names of attributes that are read where an ``AttributeError`` is caught, there or in a function called there.
+
+    Dynamo does not say which functions an exception left, so they are looked up by name, in the objects that the trace
+    looked at (``owners``).
+    """
+    codes, owners = list(codes), list(owners)
+    pool = [*codes, *(code for owner in owners for code in _codes_of(owner))]
+    reads, todo, seen = set[str](), list[tuple[str, types.CodeType]](), set[tuple[str, types.CodeType]]()
     for code in codes:
         if catches(code, AttributeError):
-            table: Any = dis.Bytecode(code)
-            ranges = [(e.start, e.end) for e in table.exception_entries]
-            inside = [s for s in _steps(code) if any(start <= s.offset < end for start, end in ranges)]
+            inside = _inside(code)
             reads |= _loaded(inside, _LOADS)
-            called |= _loaded(inside, _NAMES)
-    while more := [c for c in codes if c not in seen and called and _is_called(c.co_name, called)]:
-        for code in more:
-            seen.add(code)
+            todo += [(name, code) for name in _loaded(inside, _NAMES)]
+            todo += [(c.co_name, c) for c in codes if _is_called_by_python(c.co_name)]
+    while todo:
+        if (called := todo.pop()) in seen:
+            continue
+        seen.add(called)
+        for code in _called_as(*called, pool, owners):
             reads |= _loaded(_steps(code), _LOADS)
-            called |= _loaded(_steps(code), _NAMES)
+            todo += [(name, code) for name in _loaded(_steps(code), _NAMES)]
     return reads
+
+
+def _inside(code: types.CodeType) -> list[dis.Instruction]:
+    """What stands where an exception is caught."""
+    table: Any = dis.Bytecode(code)
+    ranges = [(e.start, e.end) for e in table.exception_entries]
+    return [s for s in _steps(code) if any(start <= s.offset < end for start, end in ranges)]
+
+
+def _called_as(
+    name: str, caller: types.CodeType, pool: Iterable[types.CodeType], owners: Iterable[Any]
+) -> list[types.CodeType]:
+    """The user's code that may run where ``caller`` calls ``name``."""
+    local = [c for c in caller.co_consts if isinstance(c, types.CodeType)]
+    named = [inspect.getattr_static(owner, name, None) for owner in owners]
+    found = [*(c for c in (*local, *pool) if c.co_name == name), *(c for value in named for c in _codes_of(value))]
+    return of_users(found)
+
+
+def _codes_of(value: Any) -> list[types.CodeType]:
+    """The code that runs when ``value`` is called, or read where it is a property."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, _BOUND):
+        value = value.__func__
+    elif isinstance(value, torch.nn.Module):
+        value = inspect.getattr_static(type(value), "forward", None)
+    elif not isinstance(value, (type, types.FunctionType)):
+        value = inspect.getattr_static(type(value), "__call__", None)
+    return [value.__code__] if isinstance(value, types.FunctionType) else []
+
+
+def of_users(codes: Iterable[types.CodeType]) -> list[types.CodeType]:
+    """Code that may be the user's."""
+    from draftfuse.step_log import is_watched
+
+    return [c for c in dict.fromkeys(codes) if is_watched(c.co_filename)]
 
 
 def _loaded(steps: Iterable[dis.Instruction], operations: tuple[str, ...]) -> set[str]:
     return {str(step.argval) for step in steps if step.opname in operations}
 
 
-def _is_called(name: str, called: set[str]) -> bool:
-    """Whether code of that name may run below: by its name, or by one that Python does not write."""
-    return name in called or name in _CALLED_BY_PYTHON or (name.startswith("__") and name.endswith("__"))
+def _is_called_by_python(name: str) -> bool:
+    return name == "<lambda>" or (name.startswith("__") and name.endswith("__"))
