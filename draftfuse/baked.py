@@ -33,7 +33,7 @@ SCALARS = (int, float, bool, str, type(None), bytes, complex, torch.dtype, torch
 _OF_MODULES = ("._modules", "._parameters", "._buffers")
 _NOT_LISTED = (*_OF_MODULES, ".__dict__", "__defaults__")
 _MOST_KEYS = 256  # of a dictionary that the trace did not run over
-_KEYS = re.compile(r"list\(dict\.keys\((?P<owner>.+)\)\)")
+_KEYS = re.compile(r"list\(dict\.keys\(.+\)\)")
 _ITEM = re.compile(r"dict\.__getitem__\((?P<owner>.+), list\(dict\.keys\((?P=owner)\)\)\[(?P<place>\d+)\]\)")
 # How Dynamo writes a class attribute that it found through an object: ``dict(type(L['spec']).__dict__)['scale']``.
 _OF_CLASS = re.compile(r"dict\(type\((?P<owner>.+)\)(\.__mro__\[\d+\])?\.__dict__\)\['(?P<name>\w+)'\]")
@@ -109,8 +109,8 @@ def asked(path: str, guard: Any, tries: bool = False) -> list[str]:
     """
     kind, owner = guard.create_fn_name(), split_path(path)[0] if path else ""
     listed = [f"tuple({path})"] if _is_of_users(path) and not path.endswith(_NOT_LISTED) else []
-    if (keys := _KEYS.fullmatch(owner)) is not None and _is_of_users(keys["owner"]):
-        return [f"tuple({keys['owner']})"]
+    if _KEYS.fullmatch(owner):  # a key itself: values are asked for by it, and who runs over keys asks for them all
+        return []
     if kind in _CONSTANT:
         return [path] if "[" in owner or _ITEM.fullmatch(path) else []
     if "[" not in path:

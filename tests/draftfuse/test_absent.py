@@ -25,6 +25,49 @@ class Tries(Small):
         return super().sample(hidden, step)
 
 
+LACKS = AttributeError
+
+
+class TriesAll(Small):
+    """The same, with whatever is raised."""
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        try:
+            hidden = hidden * self.gain  # type: ignore[attr-defined]
+        except:  # noqa: E722
+            hidden = hidden + 0.0
+        return super().sample(hidden, step)
+
+
+class TriesByAnotherName(Small):
+    """The same, with another name for the error."""
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        try:
+            hidden = hidden * self.gain  # type: ignore[attr-defined]
+        except LACKS:
+            hidden = hidden + 0.0
+        return super().sample(hidden, step)
+
+
+class TriesBelow(Small):
+    """The same, raised in what it calls, and in what that calls."""
+
+    def sample(self, hidden: Tensor, step: int) -> Tensor:
+        try:
+            hidden = hidden * self.asked()
+        except AttributeError:
+            hidden = hidden + 0.0
+        return super().sample(hidden, step)
+
+    def asked(self) -> Any:
+        return gain_of(self)
+
+
+def gain_of(spec: Any) -> Any:
+    return spec.gain
+
+
 class AsksModule(Small):
     """A setting of a module that may be there."""
 
@@ -70,6 +113,9 @@ def setting(name: str) -> Callable[[Any], None]:
 
 CASES: dict[str, tuple[Callable[[], Small], Callable[[Any], None]]] = {
     "tried": (Tries, lambda spec: setattr(spec, "gain", -3.0)),
+    "tried with anything": (TriesAll, lambda spec: setattr(spec, "gain", -3.0)),
+    "tried by another name": (TriesByAnotherName, lambda spec: setattr(spec, "gain", -3.0)),
+    "tried below": (TriesBelow, lambda spec: setattr(spec, "gain", -3.0)),
     "asked of a module": (AsksModule, setting("gain")),
     "asked whether": (AsksWhether, setting("flipped")),
     "entry behind a view": (lambda: Proxy(8), lambda spec: spec.table.__setitem__(6, -3.0)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import timeit
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +110,60 @@ def test_a_replaced_tensor_is_named(fused: draftfuse.FusedDraft) -> None:
         addresses.check()
     spec.mix = mix
     addresses.check()
+
+
+def test_a_changed_mode_is_named(fused: draftfuse.FusedDraft) -> None:
+    scalars = runner_of(fused).scalars
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert scalars.broken() == ["torch.are_deterministic_algorithms_enabled(): traced with False, now True"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert scalars.broken() == []
+
+
+class Slotted:
+    """A tensor in an object without a dictionary."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+
+class Holders(Small):
+    """Tensors in holders of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__(k=2)
+        self.slotted, self.queue = Slotted(torch.eye(8)), deque([torch.eye(8)])
+        self.by_dtype = {torch.float32: torch.eye(8)}
+        self.slots = (Slotted(torch.eye(8)),)
+
+    def enter(self, inputs: DraftInputs) -> Tensor:
+        x = super().enter(inputs) @ self.slotted.weight @ self.queue[0]
+        return x @ self.by_dtype[torch.float32] @ self.slots[0].weight
+
+
+REPLACED_TENSORS: dict[str, Callable[[Any], Any]] = {
+    "slotted.weight": lambda spec: setattr(spec.slotted, "weight", torch.ones(8, 8)),
+    "slotted,": lambda spec: setattr(spec, "slotted", Slotted(spec.slotted.weight)),
+    "queue": lambda spec: spec.queue.__setitem__(0, torch.ones(8, 8)),
+    "by_dtype": lambda spec: spec.by_dtype.update({torch.float32: torch.ones(8, 8)}),
+    "slots": lambda spec: setattr(spec.slots[0], "weight", torch.ones(8, 8)),
+    r"queue\[0\]": lambda spec: spec.queue.clear(),
+}
+
+
+def test_a_tensor_that_is_replaced_in_any_holder_is_named() -> None:
+    for name, change in REPLACED_TENSORS.items():
+        made = draftfuse.compile(Holders(), compiler="none", request_capacities=[2])
+        made.decode(2)
+        addresses = runner_of(made).addresses
+        addresses.check()
+        change(made.spec)
+        with pytest.raises(StaleAddressError, match=name):
+            addresses.check()
 
 
 def test_each_check_costs_a_few_microseconds(fused: draftfuse.FusedDraft) -> None:

@@ -41,6 +41,26 @@ def helper(scale: float = 1.0, *, sign: float = 1.0) -> float:
     return scale * sign
 
 
+class Key:
+    """A key that is equal to itself alone."""
+
+
+KEY = Key()
+KEYED: dict[Any, float] = {
+    (0, "a"): 1.0,
+    None: 1.0,
+    0.5: 1.0,
+    True: 1.0,
+    "True": 1.0,
+    b"x": 1.0,
+    "a']['b": 1.0,
+    torch.float32: 1.0,
+    torch.device("cpu"): 1.0,
+    Key: 1.0,
+    KEY: 1.0,
+}
+
+
 class Reading(Small):
     """Scales by what ``read`` finds."""
 
@@ -56,6 +76,11 @@ class Reading(Small):
         self.chain = torch.nn.Sequential(torch.nn.Tanh())
         self.integer: Any = 1
         self.zero = 0.0
+        self.keyed, self.by_dtype, self.small = dict(KEYED), {torch.float32: 1.0, torch.int32: 2.0}, {"y": 1.0}
+        self.first = self.second = [1.0]
+        self.embed.gain = 1.0  # type: ignore[attr-defined]
+        self.weight = torch.nn.Linear(1, 1)
+        self.weight.weight.gain = 1.0
 
     def sample(self, hidden: Tensor, step: int) -> Tensor:
         return super().sample(hidden * self.read(self), step)
@@ -67,6 +92,19 @@ def put(name: str, value: Any) -> Callable[[Any], None]:
 
 def turned(mapping: Any) -> None:
     mapping["a"] = mapping.pop("a")
+
+
+def tried(spec: Any) -> float:
+    try:
+        return float(spec.small["x"])
+    except KeyError:
+        return 1.0
+
+
+def replaced_key(mapping: dict[Any, Any], key: Any) -> None:
+    """Another key, as many as before."""
+    mapping.pop(next(iter(mapping)))
+    mapping[key] = -1.0
 
 
 Case = tuple[Callable[[Any], Any], Callable[[Any], Any]]
@@ -99,6 +137,34 @@ CASES: dict[str, Case] = {
         lambda s: torch.full((1,), 1.0).element_size() / 4,
         lambda s: torch.set_default_dtype(torch.float64),
     ),
+    "entry by dtype": (lambda s: s.by_dtype[torch.float32], lambda s: s.by_dtype.update({torch.float32: -1.0})),
+    "items by dtype": (
+        lambda s: sum(value for _, value in s.by_dtype.items()),
+        lambda s: s.by_dtype.update({torch.int32: -1.0}),
+    ),
+    "no such tuple": (lambda s: s.small.get((1, "a"), 1.0), lambda s: replaced_key(s.small, (1, "a"))),
+    "no such entry": (tried, lambda s: replaced_key(s.small, "x")),
+    "no such count": (lambda s: 1.0 + s.counts["b"], lambda s: replaced_key(s.counts, "b")),
+    "attribute of a tensor": (lambda s: s.embed.gain, lambda s: setattr(s.embed, "gain", -1.0)),
+    "attribute of a parameter": (
+        lambda s: s.weight.weight.gain,
+        lambda s: setattr(s.weight.weight, "gain", -1.0),
+    ),
+    "one list in two places": (lambda s: 1.0 if s.first is s.second else -1.0, put("second", [1.0])),
+    "deterministic algorithms": (
+        lambda s: -1.0 if torch.are_deterministic_algorithms_enabled() else 1.0,
+        lambda s: torch.use_deterministic_algorithms(True),
+    ),
+    "dtype of autocast": (
+        lambda s: s.zero + 1.0,
+        lambda s: torch.set_autocast_dtype("cpu", torch.float16),
+    ),
+    **{
+        f"entry by {key!r}": (lambda s, key=key: s.keyed[key], lambda s, key=key: s.keyed.update({key: -1.0}))
+        for key in KEYED
+        if not isinstance(key, Key)
+    },
+    "entry by an object": (lambda s: s.keyed[KEY], lambda s: s.keyed.update({KEY: -1.0})),
 }
 
 
@@ -114,6 +180,8 @@ def put_back() -> Iterator[None]:
     for function, parts in zip(functions, kept, strict=True):
         function.__defaults__, function.__kwdefaults__, function.__code__ = parts
     torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    torch.set_autocast_dtype("cpu", torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -142,6 +210,10 @@ SAME: dict[str, Case] = {
     "equal number": (lambda s: s.zero + 1.0, put("zero", float("0.0"))),
     "factory of a dictionary": (lambda s: s.absent.get("x", 1.0), lambda s: None),
     "keywords": (lambda s: functools.partial(helper, scale=1.0)(), lambda s: None),
+    "keys of many types": (
+        lambda s: s.keyed[(0, "a")] + s.keyed[None] + s.keyed[0.5] + s.keyed[b"x"] + s.keyed[True] + s.keyed[Key],
+        lambda s: s.keyed.update({"another": 1.0}),
+    ),
 }
 
 
