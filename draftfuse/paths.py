@@ -30,6 +30,7 @@ _NAMES: dict[str, Any] = {
     "device": torch.device,
     "inf": math.inf,
 }
+_KEY = re.compile(r"list\(dict\.keys\(.+?\)\)\[(\d+)\]")  # a key that has no text
 _CACHED = 1 << 14  # paths
 
 
@@ -84,7 +85,7 @@ def plain(path: str) -> str:
         inner, key = plain(question.container), question.key
         shown = {"tuple": f"keys of {inner}", "len": f"len({inner})", "in": f"{key} in {inner}"}
         return shown[question.kind] if question.kind in shown else f"{inner} is {plain(key)}"
-    path = of_modules(path)
+    path = _KEY.sub(r"<key \1>", of_modules(path))
     for prefix in ("L['", "G['"):
         if path.startswith(prefix):
             return path[3:].replace("']", "", 1)

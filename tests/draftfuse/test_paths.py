@@ -37,6 +37,7 @@ def test_questions_are_told_from_paths() -> None:
     assert asked_of("L['spec'].a is L['spec'].b") == ("is", "L['spec'].a", "L['spec'].b")
     assert asked_of("L['spec'].table['x in y']") is None
     assert plain("tuple(L['spec'].table)") == "keys of spec.table"
+    assert plain("L['spec'].table[list(dict.keys(L['spec'].table))[2]].x") == "spec.table[<key 2>].x"
     assert plain("L['spec'].a is L['spec'].b") == "spec.a is spec.b"
     assert plain("\"it's\" in L['spec'].table") == '"it\'s" in spec.table'
 

@@ -80,7 +80,7 @@ class Reading(Small):
         self.first = self.second = [1.0]
         self.embed.gain = 1.0  # type: ignore[attr-defined]
         self.weight = torch.nn.Linear(1, 1)
-        self.weight.weight.gain = 1.0
+        self.weight.weight.gain = 1.0  # type: ignore[attr-defined]
 
     def sample(self, hidden: Tensor, step: int) -> Tensor:
         return super().sample(hidden * self.read(self), step)
@@ -108,6 +108,13 @@ def replaced_key(mapping: dict[Any, Any], key: Any) -> None:
 
 
 Case = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+
+def entry(key: Any) -> Case:
+    """A value by a key of some type."""
+    return lambda s: s.keyed[key], lambda s: s.keyed.update({key: -1.0})
+
+
 CASES: dict[str, Case] = {
     "tuple": (lambda s: s.table[0], put("table", (-1.0, 2.0))),
     "longer tuple": (lambda s: sum(s.table), put("table", (1.0, 2.0, -9.0))),
@@ -159,12 +166,8 @@ CASES: dict[str, Case] = {
         lambda s: s.zero + 1.0,
         lambda s: torch.set_autocast_dtype("cpu", torch.float16),
     ),
-    **{
-        f"entry by {key!r}": (lambda s, key=key: s.keyed[key], lambda s, key=key: s.keyed.update({key: -1.0}))
-        for key in KEYED
-        if not isinstance(key, Key)
-    },
-    "entry by an object": (lambda s: s.keyed[KEY], lambda s: s.keyed.update({KEY: -1.0})),
+    **{f"entry by {key!r}": entry(key) for key in KEYED if not isinstance(key, Key)},
+    "entry by an object": entry(KEY),
 }
 
 
