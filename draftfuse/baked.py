@@ -25,6 +25,7 @@ from draftfuse.writers import LIBRARIES, is_library
 _CONSTANT = ("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH")
 _TABLES = (dict, list, tuple, set, deque)
 _MAPPINGS = (dict, types.MappingProxyType)
+_ALIASED = (list, dict, set, deque)
 _ROUTINES = ("BUILTIN_MATCH", "CLOSURE_MATCH", "FUNCTION_MATCH", "CLASS_MATCH")
 _LENGTHS = ("SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK")
 _ENTRIES = ("DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS")
@@ -49,12 +50,14 @@ def taken(roots: Mapping[str, Any], module_globals: dict[str, Any]) -> dict[str,
         names.append(_name(guard))
         for path in asked(names[-1], guard, tries):
             path = _by_key(path, roots, module_globals)
-            value = value_at(path, roots, module_globals)
             if (question := asked_of(path)) is not None and question.kind in ("tuple", "is"):
-                container = value_at(question.container, roots, module_globals)
-                if _is_compared(container, value, question.kind, guard.create_fn_name()):
-                    found[path] = value
+                kind, container = guard.create_fn_name(), value_at(question.container, roots, module_globals)
+                if question.kind == "tuple":
+                    found |= _keys_of(question.container, container, kind)
+                elif container is value_at(question.key, roots, module_globals) and isinstance(container, _ALIASED):
+                    found[path] = True
                 continue
+            value = value_at(path, roots, module_globals)
             if isinstance(value, (set, frozenset)):  # Dynamo takes a whole set, and the loop may run over it
                 if len(value) > 1 and is_taken(tuple(value)):
                     found[f"tuple({path})"] = tuple(value)
@@ -71,13 +74,15 @@ def _name(source: Any) -> str:
     return str(name() if callable(name) else name)
 
 
-def _is_compared(container: Any, value: Any, question: str, kind: str) -> bool:
-    """Whether all keys of a container are guarded together, or that it is another container as well."""
-    if question == "is":
-        return isinstance(container, _TABLES) and value is True
-    if not isinstance(value, tuple) or not all(map(_is_key, value)):
-        return False
-    return kind == "DICT_KEYS_MATCH" or (isinstance(container, _MAPPINGS) and len(value) <= _MOST_KEYS)
+def _keys_of(path: str, container: Any, kind: str) -> dict[str, Any]:
+    """All keys of a container in their order: where the trace ran over them, else those of small dictionaries."""
+    ran = kind == "DICT_KEYS_MATCH"
+    if not isinstance(container, _MAPPINGS) and not (ran and isinstance(container, (set, frozenset))):
+        return {}
+    keys = tuple(container)
+    if not ran and len(keys) > _MOST_KEYS:
+        return {}
+    return {f"tuple({path})": keys} if all(map(_is_key, keys)) else {f"len({path})": len(keys)}
 
 
 def _by_key(path: str, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> str:
@@ -159,14 +164,10 @@ def is_taken(value: Any) -> bool:
 
 
 def _is_key(key: Any) -> bool:
-    """Whether a key can be told from others: a scalar, several, or what is equal to nothing but itself."""
+    """Whether a key is compared: with itself, where it is no scalar; a guard should hold no weights."""
     if isinstance(key, tuple):
         return all(map(_is_key, key))
-    return isinstance(key, SCALARS) or (_is_only_itself(type(key)) and not isinstance(key, torch.nn.Module))
-
-
-def _is_only_itself(klass: Any) -> bool:
-    return klass.__hash__ in (object.__hash__, type.__hash__) and klass.__eq__ in (object.__eq__, type.__eq__)
+    return not isinstance(key, (torch.Tensor, torch.nn.Module))
 
 
 def as_attribute(path: str, value: Any, roots: Mapping[str, Any], module_globals: dict[str, Any]) -> str:
