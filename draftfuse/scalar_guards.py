@@ -17,7 +17,7 @@ from draftfuse.attribute_reads import Read
 from draftfuse.baked import SCALARS, has_parameters, same
 from draftfuse.module_hooks import ModuleHooks
 from draftfuse.paths import MISSING, MODULES, Asked, Computed, asked_of, plain, split_path, value_at
-from draftfuse.torch_modes import changed_modes, modes_of_torch
+from draftfuse.torch_modes import Setting, modes_of_torch
 from draftfuse.writers import LIBRARIES, is_library
 
 REPLACED = "an object that the loop read its values from, one of its methods, or a hook of a module, was replaced"
@@ -31,7 +31,7 @@ class ScalarGuards:
     holds: Callable[[], bool] = lambda: True
     current: dict[str, Callable[[], Any]] = field(default_factory=dict)
     classes: list[Methods] = field(default_factory=list)
-    modes: tuple[Any, ...] = field(default_factory=modes_of_torch)
+    modes: list[tuple[Setting, Any]] = field(default_factory=list)
 
     @classmethod
     def of(cls, baked: Mapping[str, Any], roots: Mapping[str, Any], reads: Iterable[Read] = ()) -> ScalarGuards:
@@ -44,8 +44,9 @@ class ScalarGuards:
             comparison.methods(path)
         if "spec" in roots:
             comparison.hooks(ModuleHooks(roots["spec"]))
-        modes = modes_of_torch()
-        comparison.terms.append(f"{comparison.constant(modes_of_torch)}() == {comparison.constant(modes)}")
+        modes = [(setting, setting[1](*setting[2])) for setting in modes_of_torch()]
+        for (_, ask, given), value in modes:
+            comparison.equals(f"{comparison.constant(ask)}({', '.join(map(repr, given))})", value)
         current = {path: _reader(path, roots) for path in values}
         for read in reads:
             comparison.read(read)
@@ -59,7 +60,8 @@ class ScalarGuards:
         changed = [(p, self.values[p], read()) for p, read in self.current.items()]
         named = [f"{plain(p)}: traced with {old!r}, now {new!r}" for p, old, new in changed if not same(new, old)]
         named += [f"{name} was replaced" for methods in self.classes for name in methods.replaced()]
-        named += changed_modes(self.modes)
+        modes = [(name, old, ask(*given)) for (name, ask, given), old in self.modes]
+        named += [f"{name}: traced with {old!r}, now {now!r}" for name, old, now in modes if now != old]
         return list(dict.fromkeys(named)) or [REPLACED]
 
 
@@ -260,7 +262,8 @@ class _Comparison:
 
     def compiled(self) -> Callable[[], bool]:
         for name, keys in self.absent.items():
-            self.terms.append(f"{name}.keys().isdisjoint({self.constant(keys)})")
+            alone = [f"{key!r} not in {name}" for key in sorted(keys)]
+            self.terms += alone if len(keys) < _FEW else [f"{name}.keys().isdisjoint({self.constant(keys)})"]
         parameters = ", ".join(f"{n}={n}" for n in self.names)
         body = " and ".join(self.terms) or "True"
         source = (
@@ -274,6 +277,7 @@ class _Comparison:
 
 
 _CODE = attrgetter("__code__", "__kwdefaults__")
+_FEW = 5  # names that cost less one by one
 _CONTAINERS = (dict, list, deque, types.MappingProxyType)
 _FIXED = (tuple, slice, range)  # other values come with another object
 

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_DEVICES = [kind for kind in ("cpu", "cuda") if torch._C._is_autocast_available(kind)]
-_NAMES = (
-    "the default dtype of torch",
-    "autocast",
-    "torch.are_deterministic_algorithms_enabled()",
-    *(f"the autocast dtype of {kind}" for kind in _DEVICES),
-)
-_default_dtype, _deterministic = torch.get_default_dtype, torch._C._get_deterministic_algorithms
-_autocast, _autocast_dtype = torch._C._is_any_autocast_enabled, torch.get_autocast_dtype
+Setting = tuple[str, Callable[..., Any], tuple[str, ...]]
 
 
-def modes_of_torch() -> tuple[Any, ...]:
-    """Each setting now; this runs before every replay."""
-    return _default_dtype(), _autocast(), _deterministic(), *map(_autocast_dtype, _DEVICES)
-
-
-def changed_modes(old: tuple[Any, ...]) -> list[str]:
-    """Each setting that is not what it was, as text."""
-    rows = zip(_NAMES, old, modes_of_torch(), strict=True)
-    return [f"{name}: traced with {was!r}, now {now!r}" for name, was, now in rows if now != was]
+def modes_of_torch() -> list[Setting]:
+    """Each setting by its name, with the function that reads it: one of C, as all run before every replay."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return [
+        ("the default dtype of torch", torch.get_default_dtype, ()),
+        ("autocast", torch._C._is_any_autocast_enabled, ()),
+        ("torch.are_deterministic_algorithms_enabled()", torch._C._get_deterministic_algorithms, ()),
+        *((f"the autocast dtype of {kind}", torch.get_autocast_dtype, (kind,)) for kind in devices),
+    ]
