@@ -35,7 +35,15 @@ _WRAPPERS = (staticmethod, classmethod, functools.cached_property, functools.par
 _TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # What a class body leaves that no loop reads, or that differs from run to run.
-_IGNORED = ("__dict__", "__weakref__", "__doc__", "__annotations__", "_abc_impl", "__abstractmethods__")
+_IGNORED = (
+    "__dict__",
+    "__weakref__",
+    "__doc__",
+    "__annotations__",
+    "__slotnames__",  # what Python notes on a class when it first copies an object
+    "_abc_impl",
+    "__abstractmethods__",
+)
 _LONGEST = 200  # characters of a text that is kept readable
 _NATIVE = (
     types.BuiltinFunctionType,

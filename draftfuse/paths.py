@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -44,6 +45,13 @@ class Asked(NamedTuple):
     kind: str  # len, tuple, in or is
     container: str
     key: str = ""
+
+
+def arguments_of(function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
+    """What Dynamo calls ``L`` in ``function(*args)``: its arguments by name, defaults too."""
+    given = inspect.signature(function).bind(*args)
+    given.apply_defaults()
+    return dict(given.arguments)
 
 
 def imported(key: str) -> Any:

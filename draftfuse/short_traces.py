@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftfuse.paths import arguments_of
 from draftfuse.scalar_guards import ScalarGuards
 from draftfuse.trace import Trace
 from draftfuse.trace_cache import has_modes, surroundings, without_collection
@@ -46,8 +47,7 @@ class Short:
     @property
     def scope(self) -> Scope:
         """Where the paths of the trace begin."""
-        names = self.function.__code__.co_varnames[: self.function.__code__.co_argcount]
-        return Scope(dict(zip(names, self.args, strict=False)), self.function.__globals__)
+        return Scope(arguments_of(self.function, self.args), self.function.__globals__)
 
 
 @dataclass

@@ -26,7 +26,7 @@ from draftfuse.attribute_reads import Read
 from draftfuse.baked import taken
 from draftfuse.errors import DraftfuseError
 from draftfuse.passes import ir
-from draftfuse.paths import of_modules
+from draftfuse.paths import arguments_of, of_modules
 from draftfuse.trace_facts import Facts, of_trace
 from draftfuse.untraceable import untraceable
 
@@ -73,8 +73,7 @@ def trace(
     state = python_state.snapshot(*args)
     # Dynamo keeps compiled code by code object: a fresh one leaves nothing behind for the next trace.
     fresh = types.FunctionType(loop.__code__.replace(), loop.__globals__, loop.__name__, loop.__defaults__)
-    names = loop.__code__.co_varnames[: loop.__code__.co_argcount]
-    backend = _Backend(box, dict(zip(names, args, strict=False)), loop.__globals__, note_facts)
+    backend = _Backend(box, arguments_of(loop, args), loop.__globals__, note_facts)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_dynamic_sources(f"L['{symbolic}']" if symbolic else ""))

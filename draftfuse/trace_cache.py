@@ -30,7 +30,7 @@ from draftfuse.fingerprints import name_of, patched
 from draftfuse.lowering import kept_file
 from draftfuse.module_hooks import ModuleHooks
 from draftfuse.passes.switch import is_on
-from draftfuse.paths import MISSING, plain
+from draftfuse.paths import MISSING, arguments_of, plain
 from draftfuse.trace import Trace
 from draftfuse.trace_facts import Facts, NotCacheable, Question, Scope, reason_of
 from draftfuse.trace_store import from_json, restored, sources, to_json
@@ -59,8 +59,7 @@ class Entry:
 
     def __init__(self, function: Callable[..., None], args: tuple[Any, ...], traced_args: tuple[Any, ...], key: str):
         self.spec, self.key, self.said = args[0], key, ""
-        names = function.__code__.co_varnames[: function.__code__.co_argcount]
-        self.scope = Scope(dict(zip(names, traced_args, strict=False)), function.__globals__)
+        self.scope = Scope(arguments_of(function, traced_args), function.__globals__)
         self.facts, self.tensors = Facts(), dict[str, Any]()
         self.places: dict[str, list[str]] | None = None  # where those tensors stand; None without an entry on disk
 

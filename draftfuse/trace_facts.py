@@ -124,7 +124,7 @@ def _is_allowed(node: ast.AST, is_called: bool) -> bool:
     if is_called or (isinstance(node, ast.Call) and (node.keywords or len(node.args) != 1)):
         return False
     allowed = (ast.Attribute, ast.Subscript, ast.Constant, ast.Call, ast.UnaryOp, ast.USub, ast.Load)
-    return isinstance(node, (*allowed, ast.Compare, ast.In))
+    return isinstance(node, (*allowed, ast.Compare, ast.In, ast.Is))
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import draftfuse
 from draftfuse.errors import StaleAddressError
+from draftfuse.unroll import TRACED_STEPS
 from tests.failures.small import Small, batch_of, both, runner_of
 
 K = 6
@@ -156,7 +157,7 @@ def test_what_only_a_copied_step_reads_is_guarded(name: str) -> None:
     fused.decode(3)
     runner = runner_of(fused)
     assert runner.scalars.broken() == []
-    assert fused.report.builds[0].copied_steps == (0 if name in IN_FULL else K - 5)
+    assert fused.report.builds[0].copied_steps == (0 if name in IN_FULL else K - TRACED_STEPS)
     change(fused.spec)
     assert runner.scalars.broken()
 
