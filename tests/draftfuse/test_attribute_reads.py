@@ -18,7 +18,7 @@ from draftfuse.errors import StaleAddressError
 from draftfuse.unroll import TRACED_STEPS
 from tests.failures.small import Small, batch_of, both, runner_of
 
-K = 6
+K = 5
 IN_FULL = ("property",)  # other bytecode
 EARLY = LATE = 1.0
 
@@ -81,7 +81,7 @@ class Chosen(Small):
         return self.early + self.late - 1.0
 
     def sample(self, hidden: Tensor, step: int) -> Tensor:
-        return super().sample(hidden * self.read(self, ("early", "late")[step >= 5]), step)
+        return super().sample(hidden * self.read(self, ("early", "late")[step >= 4]), step)
 
 
 def set_global(value: float) -> None:
@@ -122,7 +122,7 @@ CASES: dict[str, Case] = {
     "absent": (lambda s, n: getattr(s, f"{n}_absent", 1.0), lambda s: setattr(s, "late_absent", -1.0)),
     "key": (lambda s, n: s.options.get(n, 1.0), lambda s: s.options.update(late=-1.0)),
     "flag": (lambda s, n: -1.0 if n in s.flags else 1.0, lambda s: s.flags.add("late")),
-    "queue": (lambda s, n: s.queue[{"early": 1, "late": 5}[n]], lambda s: s.queue.__setitem__(5, -1.0)),
+    "queue": (lambda s, n: s.queue[{"early": 1, "late": 4}[n]], lambda s: s.queue.__setitem__(4, -1.0)),
     "longer list": (
         lambda s, n: s.early_table[{"early": 0, "late": -1}[n]],
         lambda s: s.early_table.append(-1.0),

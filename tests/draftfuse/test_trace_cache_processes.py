@@ -92,6 +92,7 @@ def result(process: subprocess.Popen[str]) -> Any:
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_reference_speculators_come_back_the_same(tmp_path: Path) -> None:
     cold = result(start(REFERENCE, tmp_path, tmp_path / "cache"))
     warm = result(start(REFERENCE, tmp_path, tmp_path / "cache"))

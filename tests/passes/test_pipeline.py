@@ -89,7 +89,7 @@ def pipeline() -> tuple[passes.Pass, ...]:
     return passes.pipeline(register=register_refresh, hidden_reads=hidden_reads)
 
 
-@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("symbolic", [pytest.param(False, marks=pytest.mark.slow), True], ids=["static", "symbolic"])
 def test_each_pass_keeps_values(loops: Loop, symbolic: bool) -> None:
     traced = loops.traced(symbolic)
     loops.assert_right(traced)
