@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.draftfuse.toy import Config, assert_same_runs, make_batch, run_mode
 
 FIELDS = ("step", "invariant", "pieces", "several", "token")
-EXAMPLES = int(os.environ.get("DRAFTFUSE_RANDOM_LOOPS", "8"))
+EXAMPLES = int(os.environ.get("DRAFTFUSE_RANDOM_LOOPS", "4"))
 
 
 @st.composite

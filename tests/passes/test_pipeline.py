@@ -157,7 +157,7 @@ def test_taps_are_kept_where_the_audit_asks() -> None:
     assert [passes.name_of(one) for one in steps] == [n for n in NAMES if n != "erase_taps"]
 
 
-@settings(max_examples=int(os.environ.get("DRAFTFUSE_RANDOM_PROGRAMS", "100")), deadline=None)
+@settings(max_examples=int(os.environ.get("DRAFTFUSE_RANDOM_PROGRAMS", "50")), deadline=None)
 @given(seed=st.integers(0, 1 << 32), length=st.integers(4, 14), disable=st.sampled_from(["", *NAMES]))
 def test_random_programs_keep_values(seed: int, length: int, disable: str) -> None:
     program = programs.draw(seed, length)
