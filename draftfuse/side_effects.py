@@ -29,10 +29,10 @@ def kind_of(changes: Collection[Change], before: python_state.State, run: Run, o
         count; ``"independent"``: it is read, and they do the same.
     """
     before.restore()
-    if _runs_with(lambda value: Count(), changes, before, run, other):
+    if _runs_with_counts(changes, before, run, other):
         return COUNTED
     counts = [c for c in changes if _is_count(c)]
-    if counts and not _runs_with(lambda value: Count(), counts, before, run, other):
+    if counts and not _runs_with_counts(counts, before, run, other):
         return USED  # at which number it does something else, no run shows
     return INDEPENDENT if _repeat(before, run, other) else USED
 
@@ -41,10 +41,8 @@ def _is_count(change: Change) -> bool:
     return change.kind == "value" and all(text.lstrip("-").isdigit() for text in (change.before, change.after))
 
 
-def _runs_with(
-    value: Callable[[Any], Any], changes: Iterable[Change], before: python_state.State, run: Run, other: Run | None
-) -> bool:
-    """Whether both parts run where what was changed is something that nobody can compute with."""
+def _runs_with_counts(changes: Iterable[Change], before: python_state.State, run: Run, other: Run | None) -> bool:
+    """Whether both parts run where a :class:`Count` stands for what is changed."""
     journal = Journal(check_indices=False)
     try:
         with journal:
@@ -53,7 +51,7 @@ def _runs_with(
                     owner, name = before.owners.get(change.path, (None, ""))
                     if change.kind != "value" or owner is None or not name or not change.path.endswith(f".{name}"):
                         return False
-                    setattr(owner, name, value(change))
+                    setattr(owner, name, Count())
                 part()
                 before.restore()
     except Exception:  # whatever reading it leads to
