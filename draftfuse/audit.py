@@ -22,7 +22,7 @@ from draftfuse.dispatch import DECODE, Descriptor
 from draftfuse.errors import UnsafeLoopError, UnstableMetadataError, UntraceableLoopError
 from draftfuse.journal import Journal
 from draftfuse.speculator import DraftBatch
-from draftfuse.state import Saved, pad, persistent_tensors
+from draftfuse.state import Saved, pad, persistent_tensors, tensors_at_risk
 from draftfuse.tapped import Recording, Tapped, Values
 from draftfuse.variables import refuse_disabled
 
@@ -36,7 +36,7 @@ def audit(fused: Any, batch: DraftBatch, k: int | None = None) -> AuditReport:
     batches.check_batch(fused.spec, batch)
     start = time.perf_counter()
     spec, report = fused.spec, AuditReport()
-    saved = Saved([*persistent_tensors(spec), *python_state.small_tensors(spec)])
+    saved = Saved(tensors_at_risk(spec))
     state = python_state.of_speculator(spec)
     prefill = Journal(check_indices=False)
     try:
@@ -121,7 +121,7 @@ class _Audit:
     def round(self, number: int, live: int) -> None:
         """Eager, tapped and shipped from the same state."""
         # Not all that a run writes is journaled: an operator may write a buffer that it does not declare.
-        begin = Saved([*persistent_tensors(self.spec), *python_state.small_tensors(self.spec)])
+        begin = Saved(tensors_at_risk(self.spec))
         rows = Rows(live, self.capacity, self.exact)
         recording, journal = Recording(), Journal()
         with journal:

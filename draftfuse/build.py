@@ -17,7 +17,7 @@ from draftfuse.attribute_reads import AttributeReads, ChangedRead, Read
 from draftfuse.dispatch import PREFILL, Descriptor
 from draftfuse.errors import EmissionError, UnsafeLoopError, UntraceableLoopError
 from draftfuse.groups import is_parallel
-from draftfuse.journal import Journal
+from draftfuse.journal import all_kept
 from draftfuse.lowering.effects import effects_in, hidden_reads
 from draftfuse.lowering.emit import Emission, emit
 from draftfuse.lowering.generated import register_hidden, register_refresh
@@ -185,13 +185,9 @@ def reads_of_copied_steps(
         TooManyEntries: they read tables that are too large to be guarded.
     """
     *front, k, _ = args
-    state, reads, journal = python_state.of_speculator(front[0]), AttributeReads(front[0]), Journal(check_indices=False)
-    try:
-        with journal:
-            different = difference(lambda tap: function(*front, k, tap), k, reads, codes)
-    finally:
-        journal.restore()
-        state.restore()
+    state, reads = python_state.of_speculator(front[0]), AttributeReads(front[0])
+    with all_kept(state):
+        different = difference(lambda tap: function(*front, k, tap), k, reads, codes)
     if different is not None:
         raise Irregular(different)
     try:

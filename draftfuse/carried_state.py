@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from draftfuse import loop, python_changes, python_state
-from draftfuse.journal import Journal
+from draftfuse.journal import all_kept
 from draftfuse.numbering import Numbering, Table
 from draftfuse.passes.findings import ERROR, Finding
 
@@ -22,18 +22,14 @@ After = Callable[[], None]
 
 def carried_state(spec: Any, rows: int, k: int) -> list[Finding]:
     """Errors for state that draft steps change and later steps of one loop compute with; all is put back."""
-    before, journal = python_state.of_speculator(spec), Journal(check_indices=False)
-    try:
-        with torch.no_grad(), journal:
-            changes = _changes(spec, rows, k)
-            before.restore()
-            moves = any(change.kind == "iterator" for change in changes)  # nothing puts an iterator back
-            if not changes or (not moves and _is_independent(spec, rows, k, before)):
-                return []
-            return [*map(_finding, changes)]
-    finally:
-        journal.restore()
+    before = python_state.of_speculator(spec)
+    with torch.no_grad(), all_kept(before):
+        changes = _changes(spec, rows, k)
         before.restore()
+        moves = any(change.kind == "iterator" for change in changes)  # nothing puts an iterator back
+        if not changes or (not moves and _is_independent(spec, rows, k, before)):
+            return []
+        return [*map(_finding, changes)]
 
 
 def _changes(spec: Any, rows: int, k: int) -> list[python_changes.Change]:

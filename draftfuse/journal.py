@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from draftfuse.errors import SourceLine, UnsafeLoopError
 from draftfuse.lowering.effects import declared
 from draftfuse.passes import ir
+from draftfuse.python_state import State
 
 aten = torch.ops.aten
 OnOpaque = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], None]
@@ -80,6 +82,18 @@ class Journal(TorchDispatchMode):
             cache.index_put_((used // page, used % page), rows)
         for whole, copy in self.kept.values():
             whole.copy_(copy)
+
+
+@contextmanager
+def all_kept(state: State) -> Iterator[None]:
+    """Around eager work: afterwards memory is as before, and Python as it is in ``state``."""
+    journal = Journal(check_indices=False)
+    try:
+        with journal:
+            yield
+    finally:
+        journal.restore()
+        state.restore()
 
 
 def whole_memory(tensor: Tensor) -> Tensor:

@@ -104,10 +104,10 @@ def _of_decode(spec: Any, rows: int, k: int, reads: HiddenReads, syncs: list[Sou
         of_trace(loop.decode_loop, (spec, rows, k, loop.graph_tap), first, rows).check()
 
 
-def _not_again(of_graph: list[Finding], found: list[Finding]) -> Iterator[Finding]:
+def _not_again(graph: list[Finding], found: list[Finding]) -> Iterator[Finding]:
     """Findings of the graph but for tensors that are kept, where the run has shown the line that keeps them."""
     is_known = any(f.name == "fresh-allocation" and f.is_error for f in found)
-    yield from (f for f in of_graph if not (is_known and f.name == "fresh-allocation"))
+    yield from (f for f in graph if not (is_known and f.name == "fresh-allocation"))
 
 
 def _of_prefill(spec: Any, rows: int, reads: HiddenReads, syncs: list[SourceLine]) -> Iterator[Finding]:

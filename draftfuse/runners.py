@@ -41,7 +41,7 @@ from draftfuse.short_traces import ShortTraces
 from draftfuse.side_effects import paths_of_counts
 from draftfuse.speculator import Guard
 from draftfuse.split import SplitLoop
-from draftfuse.state import Saved, fill_dummy, persistent_tensors
+from draftfuse.state import Saved, fill_dummy, persistent_tensors, tensors_at_risk
 from draftfuse.unroll import Irregular
 
 MAX_GUARDED = 8  # split loops kept for host values other than the captured ones
@@ -131,8 +131,7 @@ class Runners:
             store.clear()
 
     def _on_dummies(self, descriptor: Descriptor, make: Callable[[], Runner]) -> Runner:
-        written = self.inspector.written.values()
-        saved = Saved([*persistent_tensors(self.spec), *python_state.small_tensors(self.spec), *written])
+        saved = Saved([*tensors_at_risk(self.spec), *self.inspector.written.values()])
         self.inspector.keep = saved.add
         state = python_state.of_speculator(self.spec)
         try:

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from draftfuse import python_state
 from draftfuse.errors import DraftfuseError
-from draftfuse.journal import Journal
+from draftfuse.journal import all_kept
+from draftfuse.passes.findings import Finding
 from draftfuse.python_changes import Change
 from draftfuse.step_log import logged
 
@@ -43,9 +44,8 @@ def _is_count(change: Change) -> bool:
 
 def _runs_with_counts(changes: Iterable[Change], before: python_state.State, run: Run, other: Run | None) -> bool:
     """Whether both parts run where a :class:`Count` stands for what is changed."""
-    journal = Journal(check_indices=False)
     try:
-        with journal:
+        with all_kept(before):
             for part in filter(None, (run, other)):
                 for change in changes:
                     owner, name = before.owners.get(change.path, (None, ""))
@@ -56,45 +56,33 @@ def _runs_with_counts(changes: Iterable[Change], before: python_state.State, run
                 before.restore()
     except Exception:  # whatever reading it leads to
         return False
-    finally:
-        journal.restore()
-        before.restore()
     return True
 
 
 def _repeat(before: python_state.State, run: Run, other: Run | None) -> bool:
     """Whether each part does the same before and after either of them."""
-    journal = Journal(check_indices=False)
-    try:
-        with journal:
-            fresh = None if other is None else logged(other)
-            before.restore()
-            first, second = logged(run), logged(run)
-            if other is None:
-                return first == second
-            return first == second and fresh == logged(other) and first == logged(run)
-    finally:
-        journal.restore()
+    with all_kept(before):
+        fresh = None if other is None else logged(other)
         before.restore()
+        first, second = logged(run), logged(run)
+        if other is None:
+            return first == second
+        return first == second and fresh == logged(other) and first == logged(run)
 
 
 def alone(part: Run, before: python_state.State) -> Run | None:
     """``part``, unless it does not run by itself: that is another finding's business."""
-    journal = Journal(check_indices=False)
     try:
-        with journal:
+        with all_kept(before):
             part()
     except DraftfuseError:
         return None
-    finally:
-        journal.restore()
-        before.restore()
     return part
 
 
-def paths_of_counts(findings: Iterable[Any]) -> set[str]:
+def paths_of_counts(findings: Iterable[Finding]) -> set[str]:
     """What a trace may have read of the counts among ``findings``: nothing depends on them, so nothing guards them."""
-    paths = [f.path for f in findings if getattr(f, "is_counted", False)]
+    paths = [f.path for f in findings if f.is_counted]
     parts = [path.rpartition(".") for path in paths]
     return {*paths, *(f"{name!r} in {owner}.__dict__" for owner, _, name in parts)}
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftfuse import python_state
 from draftfuse.lowering.ops.load_rows import READ, WRITTEN, load_rows
 from draftfuse.speculator import DraftBatch, DraftInputs
 
@@ -60,6 +61,11 @@ def fill_dummy(spec: Any, capacity: int, query_len: int = 1) -> None:
 def persistent_tensors(spec: Any) -> list[Tensor]:
     """What a dummy run overwrites: the inputs and the slot mappings."""
     return [*spec.inputs.named_tensors().values(), *(g.slot_mapping for g in spec.attn_groups)]
+
+
+def tensors_at_risk(spec: Any) -> list[Tensor]:
+    """What a run of the loop may write, but for KV pools and :func:`python_state.other_tensors`; once each."""
+    return list({id(t): t for t in (*persistent_tensors(spec), *python_state.small_tensors(spec))}.values())
 
 
 class Saved:

@@ -23,7 +23,7 @@ from draftfuse import loop, python_state
 from draftfuse.compare import Rows, differences
 from draftfuse.errors import SourceLine, UnsafeLoopError
 from draftfuse.groups import is_parallel
-from draftfuse.journal import Journal
+from draftfuse.journal import all_kept
 from draftfuse.lowering.segment import holds
 from draftfuse.numbering import LARGEST, TAP, Call, Numbering, Table, reachable
 from draftfuse.passes import ir
@@ -127,21 +127,8 @@ class Trial:
     @contextmanager
     def _all_kept(self) -> Iterator[None]:
         """Python state and memory, also what no build copies: parameters, what is large, KV pools."""
-        journal = Journal(check_indices=False)
-        try:
-            with self._state_kept(), journal:
-                yield
-        finally:
-            journal.restore()
-
-    @contextmanager
-    def _state_kept(self) -> Iterator[None]:
-        state = python_state.of_speculator(self.spec)
-        try:
-            with named_failures():
-                yield
-        finally:
-            state.restore()
+        with all_kept(python_state.of_speculator(self.spec)), named_failures():
+            yield
 
 
 class _Taps(TorchDispatchMode):
